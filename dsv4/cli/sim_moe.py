@@ -56,10 +56,11 @@ def run(args: argparse.Namespace) -> int:
 
     sizes = (args.hidden, args.inner, args.experts, args.top_k, args.experts_in)
     options = {"is_tiled": args.arch != "sm_90a"}
+    is_graded = 2 * args.top_k <= args.experts
     cases = (
         *(Case(tokens, *sizes, **options) for tokens in FEW_TOKENS),
         Case(args.tokens, *sizes, one_expert=True, **options),
-        Case(args.many, *sizes, live=min(args.live, args.many), is_graded=True, **options),
+        Case(args.many, *sizes, live=min(args.live, args.many), is_graded=is_graded, **options),
         Case(GATE_TOKENS, *sizes, live=FEW_TOKENS[0], **options),
     )
     config = LayerInputs.make(cases[0], args.seed).config

@@ -50,7 +50,8 @@ class Case:
         spread: largest distance of the exponents of a row's FP4 groups.
         live: tokens that are not padding; None: all. Padding rows are NaN.
         one_expert: whether all tokens go to expert E - 1, and to others.
-        is_graded: whether expert after expert has fewer of the tokens, by even steps.
+        is_graded: whether expert after expert has fewer of the tokens, by even steps: of twice as
+            many experts as a token has.
         has_missing: whether some tokens lack some experts, or all.
         has_special_rows: whether some live tokens are NaN, Inf in one place, zero, or huge in one.
         limit: of gate and up; small enough to bind.
