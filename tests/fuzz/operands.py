@@ -109,7 +109,8 @@ class Operands:
             for arg in op.tensors
             for name in arg.shape
         }
-        if "C" in self.sizes and dice.random() < 0.8:
+        has_codes = any(arg.name == "codes" and arg.shape[0] == "C" for arg in op.tensors)
+        if has_codes and dice.random() < 0.8:
             self._relate_codes()
         if like is not None:
             self.sizes = like.sizes
