@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -56,70 +57,76 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print one line per launch."""
-    from dsv4.kernels.attention.paged_plan import workspace_size
-    from dsv4.testing.harness import SCHEDULES
-    from dsv4.testing.paged_attention import assert_paged_close, make_inputs
-    from dsv4.testing.paged_kernel import compiled_kernel
-
     launches = CheckedLaunches(args, args.arch)
-    if args.codes:
-        return run_codes(args, launches)
+    run_form, forms = (_run_codes, FORMS[:1]) if args.codes else (_run_rows, FORMS)
     with launches.checks():
-        for form in (args.form,) if args.form else FORMS:
-            case = _case(args, form)
-            compiled = compiled_kernel(launches.target, case)
-            inputs = make_inputs(case, args.seed)
-            for splits, ctas in FEW + MANY:
-                scalars = (splits, ctas, case.config.sliding_window, case.config.ratio)
-                size = workspace_size(case.config, {"T": case.tokens}, scalars)
-
-                def call(inputs=inputs, scalars=scalars, size=size):
-                    made = inputs.call(scalars, size)
-                    if scalars[0] > 1:  # the largest scores would make it one split
-                        made.options["max_logits"] = made.outputs.pop("max_logits")[:0]
-                    return made
-
-                for schedule in SCHEDULES if (splits, ctas) in FEW else SCHEDULES[-1:]:
-                    outcome = launches.run(compiled, call, schedule)
-                    largest = inputs.expected()[2] if splits > 1 else outcome["max_logits"]
-                    assert_paged_close(inputs, outcome["o"], outcome["lse"], largest)
-                    print(
-                        f"{args.arch}, {case.tokens} tokens, {args.heads} heads of "
-                        f"{args.head_dim}, {args.format} pages by {form}, {splits} splits, {ctas} "
-                        f"CTAs, {schedule}: close, no race"
-                    )
+        for form in (args.form,) if args.form else forms:
+            run_form(args, launches, form)
     return launches.finish()
 
 
-def run_codes(args: argparse.Namespace, launches: CheckedLaunches) -> int:
-    """The same of an output in codes: those of the rows that an unchecked launch gives."""
-    from dsv4.kernels.attention.paged_plan import workspace_size
+def _run_rows(args: argparse.Namespace, launches: CheckedLaunches, form: str) -> None:
+    """Launches that write rows, compared with the oracle."""
+    from dsv4.testing.paged_attention import assert_paged_close, make_inputs
+    from dsv4.testing.paged_kernel import compiled_kernel
+
+    case = _case(args, form)
+    compiled = compiled_kernel(launches.target, case)
+    inputs = make_inputs(case, args.seed)
+    for scalars, size, schedules in _each(case):
+        splits = scalars[0]
+
+        def call(scalars=scalars, size=size):
+            made = inputs.call(scalars, size)
+            if scalars[0] > 1:  # the largest scores would make it one split
+                made.options["max_logits"] = made.outputs.pop("max_logits")[:0]
+            return made
+
+        for schedule in schedules:
+            outcome = launches.run(compiled, call, schedule)
+            largest = inputs.expected()[2] if splits > 1 else outcome["max_logits"]
+            assert_paged_close(inputs, outcome["o"], outcome["lse"], largest)
+            _say(args, case, scalars, f"{schedule}: close")
+
+
+def _run_codes(args: argparse.Namespace, launches: CheckedLaunches, form: str) -> None:
+    """Launches that write codes, compared with the rows that an unchecked launch writes."""
     from dsv4.testing.harness import SCHEDULES
     from dsv4.testing.paged_attention import assert_codes_of, make_inputs
     from dsv4.testing.paged_kernel import compiled_kernel
 
-    with launches.checks():
-        for form in (args.form,) if args.form else FORMS[:1]:
-            case = _case(args, form)
-            inputs = make_inputs(replace(case, rounds_output=True), args.seed)
-            exact = replace(inputs, case=case)
-            compiled = compiled_kernel(launches.target, inputs.case)
-            other = compiled_kernel(launches.target, case)
-            for splits, ctas in FEW + MANY:
-                scalars = (splits, ctas, case.config.sliding_window, case.config.ratio)
-                size = workspace_size(case.config, {"T": case.tokens}, scalars)
-                call = exact.call(scalars, size)
-                call.options["max_logits"] = call.options["max_logits"][:0]
-                rows = launches.target.run(other, call, SCHEDULES[0], races=False)["o"]
-                for schedule in SCHEDULES if (splits, ctas) in FEW else SCHEDULES[-1:]:
-                    outcome = launches.run(compiled, partial(inputs.call, scalars, size), schedule)
-                    assert_codes_of(outcome.outputs, rows)
-                    print(
-                        f"{args.arch}, {case.tokens} tokens, {args.heads} heads of "
-                        f"{args.head_dim}, {args.format} pages by {form}, {splits} splits, {ctas} "
-                        f"CTAs, {schedule}: codes of the rows, no race"
-                    )
-    return launches.finish()
+    case = _case(args, form)
+    inputs = make_inputs(replace(case, rounds_output=True), args.seed)
+    exact = replace(inputs, case=case)
+    compiled = compiled_kernel(launches.target, inputs.case)
+    other = compiled_kernel(launches.target, case)
+    for scalars, size, schedules in _each(case):
+        call = exact.call(scalars, size)
+        call.options["max_logits"] = call.options["max_logits"][:0]
+        rows = launches.target.run(other, call, SCHEDULES[0], races=False)["o"]
+        for schedule in schedules:
+            outcome = launches.run(compiled, partial(inputs.call, scalars, size), schedule)
+            assert_codes_of(outcome.outputs, rows)
+            _say(args, case, scalars, f"{schedule}: codes of the rows")
+
+
+def _each(case: Case) -> Iterator[tuple[tuple[int, ...], int, Sequence[str]]]:
+    """Scalars of each launch, elements of its workspace, and its schedules."""
+    from dsv4.kernels.attention.paged_plan import workspace_size
+    from dsv4.testing.harness import SCHEDULES
+
+    for pair in FEW + MANY:
+        scalars = (*pair, case.config.sliding_window, case.config.ratio)
+        size = workspace_size(case.config, {"T": case.tokens}, scalars)
+        yield scalars, size, SCHEDULES if pair in FEW else SCHEDULES[-1:]
+
+
+def _say(args: argparse.Namespace, case: Case, scalars: tuple[int, ...], verdict: str) -> None:
+    splits, ctas = scalars[:2]
+    print(
+        f"{args.arch}, {case.tokens} tokens, {args.heads} heads of {args.head_dim}, "
+        f"{args.format} pages by {case.form}, {splits} splits, {ctas} CTAs, {verdict}, no race"
+    )
 
 
 def _case(args: argparse.Namespace, form: str) -> Case:

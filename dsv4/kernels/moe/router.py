@@ -12,7 +12,7 @@ from dsv4.kernels.kit.args import compile_kernel
 from dsv4.kernels.moe.gate import Gate, GateTensors
 from dsv4.kernels.moe.gate_many import GateMany
 from dsv4.kernels.moe.router_args import ARGS, values
-from dsv4.kernels.moe.routing import MOST_RUNS, RoutingConfig
+from dsv4.kernels.moe.routing import RoutingConfig
 from dsv4.kernels.moe.select import Lists, Select
 from dsv4.kernels.moe.select_many import SelectMany
 
@@ -63,10 +63,7 @@ class Router:
             partials, bias, table, input_ids, live_tokens, ids, weights, pairs, groups, counts,
             arrivals, run_counts,
         )  # fmt: skip
-        if cutlass.const_expr(self.is_many):
-            self.select.launch(lists, stream, group_tokens, Int32(MOST_RUNS))
-        else:
-            self.select.launch(lists, stream, group_tokens)
+        self.select.launch(lists, stream, group_tokens)
 
 
 def as_bytes(scales: cute.Tensor) -> cute.Tensor:

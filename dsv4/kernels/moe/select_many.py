@@ -12,7 +12,13 @@ from cutlass import Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.kit import pdl
-from dsv4.kernels.moe.routing import GROUP_WORDS, SELECT_WARPS, RoutingConfig, run_rounds
+from dsv4.kernels.moe.routing import (
+    GROUP_WORDS,
+    MOST_RUNS,
+    SELECT_WARPS,
+    RoutingConfig,
+    run_rounds,
+)
 from dsv4.kernels.moe.select import (
     BATCH,
     BOARD_WORDS,
@@ -39,7 +45,7 @@ class SelectMany:
         self.sort = SortRuns(config)
 
     @cute.jit
-    def launch(self, lists: Lists, stream, group_tokens: Int32, most_runs: Int32):
+    def launch(self, lists: Lists, stream, group_tokens: Int32, most_runs: Int32 = MOST_RUNS):
         """A CTA for each run, twice; groups have up to `group_tokens` rows."""
         tokens = lists.ids.shape[0]
         rounds = run_rounds(tokens, most_runs)
