@@ -118,6 +118,7 @@ for tokens in (5, 40, 300):
 # which racecheck calls a race, and these kernels have no other way.
 FAMILIES = {
     "paged_attention": "style_of_flash_mla and not 321 and not 74",
+    "paged_fp8": "not_finite",
     "kv_insert": "bytes_of_the_cpu",
     "fp8_linear": "ragged_rows or not_finite",
     "merged_linear": "ragged_rows or not_finite",
