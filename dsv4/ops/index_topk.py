@@ -66,7 +66,7 @@ class IndexTopk(KernelOp):
     def plan(self, config: IndexTopkConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
         """CTAs of the scores' launch, 0 where there is one launch, and CTAs that choose for a
         token."""
-        return choose_launch(sizes["T"], sizes["N"], device.num_sms)
+        return choose_launch(sizes["T"], sizes["N"], device.num_sms, config.rank)
 
     def workspace_size(
         self, config: IndexTopkConfig, sizes: Sizes, scalars: tuple[int, ...]
@@ -112,7 +112,8 @@ class IndexTopk(KernelOp):
         self, config: IndexTopkConfig, target: Device, device: torch.device
     ) -> Iterator[tuple[Tensor | int, ...]]:
         """A call for each kernel that chooses."""
-        for ctas, clusters in ((0, ONE_LAUNCH_CLUSTERS), (1, CLUSTERS)):
+        launches = ((0, ONE_LAUNCH_CLUSTERS), (1, CLUSTERS))
+        for ctas, clusters in launches if config.rank == "bf16" else ((1, (1,)),):
             for cluster in clusters:
                 yield states.smallest_call(self, config, (ctas, cluster), device)
 
@@ -228,7 +229,8 @@ def index_topk(
             dtype of q. Pages may lie apart. Kernels take FP8 and FP4 keys of 128 channels.
         q_scale: [T, h] float32, of the heads of codes.
         topk: entries chosen.
-        rank: "bf16", or "fp32": scores are not rounded (by the torch implementation).
+        rank: "bf16", or "fp32": scores are not rounded. Kernels take longer then: they have two
+            launches for any size, and a CTA chooses for a token.
         gives_slots: return slots, page * P + place, instead of entries.
         max_entries: host's bound on `lens`; it sizes the scores in memory.
         out: [T, topk] int32.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsv4.kernels.indexer.config import IndexTopkConfig
+from dsv4.kernels.indexer.config import RANKS, IndexTopkConfig
 from dsv4.kernels.indexer.plan import HELD_KEYS
 from dsv4.kernels.kit.index_entry import IndexEntry
 from dsv4.ops.index_keys import key_views, pack_index, packed_views, read_keys
@@ -43,6 +43,7 @@ class Case:
         key_format: of the pages: "fp8" or "fp4".
         far: magnitudes of a key's groups differ by up to so many powers of two.
         has_codes: whether queries are rounded before the call.
+        rank: as in `IndexTopkConfig`.
     """
 
     lens: tuple[int, ...]
@@ -61,12 +62,13 @@ class Case:
     key_format: str = "fp8"
     far: int = 0
     has_codes: bool = False
+    rank: str = "bf16"
 
     @property
     def config(self) -> IndexTopkConfig:
         scale = (self.heads * self.dim) ** -0.5
         sizes = (self.heads, self.dim, self.rope_dim, self.topk, self.page, scale)
-        options = {"gives_slots": self.gives_slots, "has_codes": self.has_codes}
+        options = {"gives_slots": self.gives_slots, "has_codes": self.has_codes, "rank": self.rank}
         return IndexTopkConfig(*sizes, self.key_format, **options)
 
 
@@ -157,7 +159,8 @@ class Inputs(OpInputs):
     def arguments(self) -> dict[str, Tensor]:
         """By the table's names, with scores of their own."""
         shape = (len(self.case.lens), self.entries + -self.entries % 8)
-        scores = torch.empty(shape, dtype=torch.bfloat16, device=self.tensors["q"].device)
+        dtype = getattr(torch, RANKS[self.case.rank])
+        scores = torch.empty(shape, dtype=dtype, device=self.tensors["q"].device)
         found = {**self.tensors, "scores": scores}
         if self.case.has_codes:
             codes, found["q_scale"] = self.codes()
@@ -277,6 +280,7 @@ def run_op(inputs: Inputs) -> dict[str, Tensor]:
         **arguments,
         topk=case.topk,
         weight_scale=case.config.weight_scale,
+        rank=case.rank,
         gives_slots=case.gives_slots,
         scores_out=scores,
     )
@@ -301,7 +305,8 @@ def assert_choice(
             wanted, magnitude = inputs.oracle(token)
             # bf16 rounds by 2^-8; the tensor core by some 2^-12 of the largest terms.
             error = (found - wanted).abs()
-            limit = 1.01 * 2**-8 * wanted.abs() + 5e-4 * magnitude
+            rounding = 1.01 * 2**-8 if case.rank == "bf16" else 2**-22
+            limit = rounding * wanted.abs() + 5e-4 * magnitude
             worst = (error / limit.clamp(min=1e-30)).max()
             assert (error <= limit).all(), f"token {token}: scores off by {worst:.2f} of the bound"
         chosen = inputs.named(token, select_top_k(found, torch.ones_like(found).bool(), case.topk))

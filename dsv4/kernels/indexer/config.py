@@ -21,6 +21,7 @@ FP4_PAGES = (16, 32, 64)  # keys of a page of FP4 keys that kernels take
 # Of a selection: bins of the upper bits of a score, whose counts the scores' kernel makes.
 BINS = 2048
 BIN_SHIFT = 5  # bits of an order key below its bin
+FP32_BIN_SHIFT = 21  # the same of scores in fp32
 LOW_KEYS = 1 << BIN_SHIFT  # keys of a bin
 MAX_TOPK = 8192
 
@@ -82,6 +83,11 @@ class IndexTopkConfig:
         return self.key_format in INDEX_FORMATS
 
     @property
+    def bin_shift(self) -> int:
+        """Bits of a score's order key below its bin."""
+        return FP32_BIN_SHIFT if self.rank == "fp32" else BIN_SHIFT
+
+    @property
     def row(self) -> int:
         """Last dimension of the pages."""
         return IndexEntry(self.dim, self.key_format).bytes if self.is_packed else self.dim
@@ -104,7 +110,6 @@ def has_kernel(config: IndexTopkConfig) -> bool:
         sizes == (KERNEL_HEADS, KERNEL_DIM, KERNEL_ROPE_DIM)
         and config.is_packed
         and config.is_rounded
-        and config.rank == "bf16"
         and has_boxes
     )
 

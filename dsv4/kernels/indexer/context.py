@@ -11,6 +11,7 @@ from dsv4.kernels.indexer.config import BINS, TILE_KEYS, IndexTopkConfig
 from dsv4.kernels.kit.pointers import pointer_at
 
 SIGN = 0x8000  # of a bf16
+FP32_SIGN = 0x8000_0000
 
 
 class Operands(NamedTuple):
@@ -25,7 +26,7 @@ class Operands(NamedTuple):
     block_table: cute.Tensor  # [B, W] int32
     keys: cute.Tensor  # [pages, P, row] bytes
     indices: cute.Tensor  # [T, k] int32, written
-    scores: cute.Tensor  # [T, N] bf16, written
+    scores: cute.Tensor  # [T, N] bf16 or fp32, written
     counts: cute.Tensor  # [T, BINS] int32, zeros before and after
     q_scale: tuple[cute.Tensor, ...] = ()  # [T, h] fp32, of codes
 
@@ -58,6 +59,14 @@ def order_key(bits: Uint32) -> Uint32:
     return (bits ^ cutlass.select_(bits >= SIGN, Uint32(2 * SIGN - 1), Uint32(SIGN))) & Uint32(
         2 * SIGN - 1
     )
+
+
+def order_key_fp32(bits: Uint32) -> Uint32:
+    """32 bits that order as the fp32 numbers do, which are not -0."""
+    is_negative = bits >= Uint32(FP32_SIGN)
+    flipped = cutlass.select_(is_negative, Uint32(2 * FP32_SIGN - 1), Uint32(FP32_SIGN))
+    # What a choice of two gives has no sign: without it a shift would be an arithmetic one.
+    return Uint32(bits ^ flipped)
 
 
 def order_keys(pair: Uint32) -> Uint32:

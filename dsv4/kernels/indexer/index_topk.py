@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cutlass
 from cutlass import Int32, cute
 
 from dsv4.kernels.indexer.config import IndexTopkConfig, has_kernel
@@ -13,6 +12,7 @@ from dsv4.kernels.indexer.one_launch import OneLaunch
 from dsv4.kernels.indexer.plan import CLUSTERS, ONE_LAUNCH_CLUSTERS
 from dsv4.kernels.indexer.scores import Scores
 from dsv4.kernels.indexer.select import Select
+from dsv4.kernels.indexer.select_fp32 import SelectFp32
 
 
 class IndexTopk:
@@ -27,9 +27,13 @@ class IndexTopk:
         assert has_kernel(config), config
         self.has_codes = config.has_codes
         self.scores = Scores(config, products, has_tmem)
-        self.select = [Select(config, ctas) for ctas in CLUSTERS]
-        clusters = ONE_LAUNCH_CLUSTERS
-        self.one_launch = [OneLaunch(config, ctas, products, has_tmem) for ctas in clusters]
+        self.select: dict[int, Select] = {1: SelectFp32(config)}
+        self.one_launch: dict[int, OneLaunch] = {}
+        if config.rank == "bf16":
+            self.select = {ctas: Select(config, ctas) for ctas in CLUSTERS}
+            self.one_launch = {
+                ctas: OneLaunch(config, ctas, products, has_tmem) for ctas in ONE_LAUNCH_CLUSTERS
+            }
 
     @cute.jit
     def __call__(
@@ -43,7 +47,7 @@ class IndexTopk:
         block_table: cute.Tensor,  # [B, W] int32
         keys: cute.Tensor,  # [pages, P, row] uint8
         indices: cute.Tensor,  # [T, k] int32, written
-        scores: cute.Tensor,  # [T, N] bf16, written
+        scores: cute.Tensor,  # [T, N] bf16 or fp32, written
         stream,
         *,
         q_scale: cute.Tensor,  # [T, h] fp32 of codes, or [0, h]
@@ -58,11 +62,11 @@ class IndexTopk:
             counts, (q_scale,) if self.has_codes else (),
         )  # fmt: skip
         if num_ctas == 0:
-            for i in cutlass.range_constexpr(len(ONE_LAUNCH_CLUSTERS)):
-                if cluster == ONE_LAUNCH_CLUSTERS[i]:
-                    self.one_launch[i].launch(operands, stream)
+            for ctas, one_launch in self.one_launch.items():
+                if cluster == ctas:
+                    one_launch.launch(operands, stream)
         else:
             self.scores.launch(operands, stream, num_ctas)
-            for i in cutlass.range_constexpr(len(CLUSTERS)):
-                if cluster == CLUSTERS[i]:
-                    self.select[i].launch(operands, stream)
+            for ctas, select in self.select.items():
+                if cluster == ctas:
+                    select.launch(operands, stream)

@@ -207,17 +207,17 @@ class ClusterPlan(ScoresPlan):
         )
 
 
-def choose_launch(tokens: int, entries: int, num_sms: int) -> tuple[int, int]:
+def choose_launch(tokens: int, entries: int, num_sms: int, rank: str = "bf16") -> tuple[int, int]:
     """CTAs of the scores' launch, 0 where there is one launch, and CTAs that choose for a token, by
-    the most entries of one.
+    the most entries of one; scores in fp32 have two launches and a CTA a token.
 
     One launch has few CTAs of long lists, and no rest of an SM for the launches beside it where
     tokens are many. Measured on an H200: docs/design/decode_step.md, "Indexer".
     """
     for most_tokens, most_entries, cluster in ONE_LAUNCHES:
-        if tokens <= most_tokens and entries <= most_entries:
+        if rank == "bf16" and tokens <= most_tokens and entries <= most_entries:
             return 0, cluster
     ctas = num_sms * (2 if tokens * entries >= MANY_KEYS else 1)
-    if entries <= 8192:
+    if entries <= 8192 or rank == "fp32":
         return ctas, 1
     return ctas, 2 if tokens > 32 and entries <= 65_536 else 8

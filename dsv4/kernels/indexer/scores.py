@@ -11,11 +11,17 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Int32, Int64, Uint16, Uint32, cute
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.indexer.config import BINS, IndexTopkConfig
-from dsv4.kernels.indexer.context import Operands, order_key, tiles_of, visible
+from dsv4.kernels.indexer.context import (
+    Operands,
+    order_key,
+    order_key_fp32,
+    tiles_of,
+    visible,
+)
 from dsv4.kernels.indexer.plan import GROUPS, LOADERS, ScoresPlan
 from dsv4.kernels.indexer.tile_scores import Run, Smem, TileScores, sync_consumers
 from dsv4.kernels.kit import mbarrier, pdl
@@ -45,6 +51,9 @@ class Scores(TileScores):
     def __init__(self, config: IndexTopkConfig, products: Callable, has_tmem: bool):
         keys = config.key_format, config.page
         super().__init__(config, ScoresPlan(self.lanes_per_warp, *keys, has_tmem), products)
+        is_fp32 = config.rank == "fp32"
+        self.score_word = Uint32 if is_fp32 else Uint16
+        self.order_key = order_key_fp32 if is_fp32 else order_key
 
     # ---- host ----
 
@@ -166,9 +175,10 @@ class Scores(TileScores):
         """See `TileScores`."""
         if exists:
             at = Int64(run.token) * operands.scores.stride[0] + entry
-            target = pointer_to(address_of(operands.scores, at), cutlass.Uint16, 2)
-            target.store(cutlass.Uint16(bits))
-            self.count(smem, order_key(bits))
+            word, key = self.score_word, self.order_key(bits)
+            target = pointer_to(address_of(operands.scores, at), word, word.width // 8)
+            target.store(word(bits))
+            self.count(smem, key)
 
     @cute.jit
     def add_counts(self, operands: Operands, smem: Smem, token, thread):

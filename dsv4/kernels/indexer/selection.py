@@ -43,7 +43,7 @@ class Board(NamedTuple):
 class Choice(NamedTuple):
     """Choice among a token's entries: keys above `key`, and of its equals the first ones."""
 
-    key: Int32
+    key: Int32  # Uint32 of scores in fp32
     equals: Int32
 
 
@@ -147,7 +147,24 @@ class Selection:
             cute.arch.atomic_add(smem.own.iterator + LOW_KEYS, higher)
         self.exchange(source, smem, rank, thread)
         choice, better, equal = self.find_key(smem, bin_, above, rank, thread)
-        # ---- places, from this CTA's first one on ----
+        row = token, request, thread
+        self.name_chosen(operands, source, smem, row, share, words, choice, (better, equal))
+
+    @cute.jit
+    def name_chosen(
+        self, operands: Operands, source, smem: Board, row: tuple, share: Share,
+        words: cute.Tensor, choice: Choice, counted: tuple,
+    ):  # fmt: skip
+        """Write what a CTA's chosen entries are called, from their first place on.
+
+        Args:
+            row: token, its request, and the thread.
+            words: room for the thread's order keys; they are there if the share is held.
+            counted: better and equal keys in the CTAs before this one.
+        """
+        token, request, thread = row
+        better, equal = counted
+        span, per_thread = self.threads * HELD * VECTOR, self.vectors_of(share)
         begin = better + cutlass.min(equal, choice.equals)
         is_held = share.end - share.first <= span
         for first in cutlass.range(share.first, share.end, span, unroll=1):

@@ -21,7 +21,6 @@ import cutlass
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
 
 from dsv4.kernels.indexer.config import (
-    BIN_SHIFT,
     BINS,
     KERNEL_DIM,
     KERNEL_HEADS,
@@ -29,7 +28,7 @@ from dsv4.kernels.indexer.config import (
     TILE_KEYS,
     IndexTopkConfig,
 )
-from dsv4.kernels.indexer.context import Operands
+from dsv4.kernels.indexer.context import FP32_SIGN, SIGN, Operands
 from dsv4.kernels.indexer.fp4_tiles import Fp4Ring
 from dsv4.kernels.indexer.fp8_tiles import Fp8Ring
 from dsv4.kernels.indexer.plan import GROUPS, LOADERS, PREFETCHED_BYTES, ScoresPlan
@@ -290,10 +289,15 @@ class TileScores:
         value = cutlass.select_(own_row == 0, sums[0], sums[1])
         entry = first + unit * UNIT_ROWS + lane // 4 + own_row * 8
         if own_row < 2:
-            bits = quant.pack_bf16(value, Float32(0.0)) & Uint32(0xFFFF)
-            # -0 equals 0, and has its bits from here on.
-            bits = cutlass.select_(bits == Uint32(0x8000), Uint32(0), Uint32(bits))
-            self.keep(operands, smem, run, entry, bits, entry < run.count)
+            self.keep(operands, smem, run, entry, self.bits_of(value), entry < run.count)
+
+    def bits_of(self, score: Float32) -> Uint32:
+        """Of a score as it is compared; -0 equals 0, and has its bits from here on."""
+        if self.config.rank == "fp32":
+            bits, minus_zero = Float32(score).bitcast(Uint32), FP32_SIGN
+        else:
+            bits, minus_zero = quant.pack_bf16(score, Float32(0.0)) & Uint32(0xFFFF), SIGN
+        return cutlass.select_(bits == Uint32(minus_zero), Uint32(0), Uint32(bits))
 
     def keep(self, operands: Operands, smem: Smem, run: Run, entry, bits: Uint32, exists: Boolean):
         """Store a score where there is such an entry, and count it."""
@@ -301,7 +305,7 @@ class TileScores:
 
     def count(self, smem: Smem, key: Uint32) -> None:
         """Count an order key by its upper bits."""
-        target = smem.counts.iterator + Int32(key >> BIN_SHIFT)
+        target = smem.counts.iterator + Int32(key >> self.config.bin_shift)
         cute.arch.atomic_add(target, Int32(1))
 
 
