@@ -38,13 +38,14 @@ def run(args: argparse.Namespace) -> int:
     launches = CheckedLaunches(args, args.arch)
     kernels = OpKernels(INDEX_TOPK, launches.target)
     ragged = Case(RAGGED, topk=args.topk, gives_slots=True, padding_rows=1)
-    sizes = [(0, cluster) for cluster in ONE_LAUNCH_CLUSTERS]
-    sizes += [(FEW_CTAS, cluster) for cluster in CLUSTERS]
+    sizes = [("bf16", 0, cluster) for cluster in ONE_LAUNCH_CLUSTERS]
+    sizes += [("bf16", FEW_CTAS, cluster) for cluster in CLUSTERS] + [("fp32", FEW_CTAS, 1)]
     with launches.checks():
-        compiled = kernels.compile(ragged.config)
-        for ctas, cluster in sizes:
+        for rank, ctas, cluster in sizes:
+            compiled = kernels.compile(replace(ragged, rank=rank).config)
             filling = replace(longest(ctas, cluster), topk=args.topk)
-            for case, schedules in ((ragged, SCHEDULES), (filling, SCHEDULES[:1])):
+            for some, schedules in ((ragged, SCHEDULES), (filling, SCHEDULES[:1])):
+                case = replace(some, rank=rank)
                 inputs = Inputs.make(case, args.seed)
                 for schedule in schedules:
                     outcome = launches.run(
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
                     assert_choice(inputs, outcome.outputs)
                     print(
                         f"{args.arch}, {len(case.lens)} lists of up to {max(case.lens)} entries, "
+                        f"scores in {rank}, "
                         f"{'two launches' if ctas else 'one launch'}, clusters of {cluster}, "
                         f"{schedule}: the same choice, no race"
                     )

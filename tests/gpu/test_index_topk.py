@@ -67,9 +67,23 @@ def test_few_and_many_entries(lens, keys, seed) -> None:
     assert_choice(inputs, run_op(inputs))
 
 
+@pytest.mark.parametrize("lens", [(0, 1, 512, 513, 4000, 20_011), (131_072, 600), (4000,) * 65])
+def test_scores_in_fp32(lens, keys, seed) -> None:
+    """Rounded, they are those in bf16."""
+    inputs = Inputs.make(Case(lens, gives_slots=True, rank="fp32", **keys), seed, "cuda")
+    found = run_op(inputs)
+    assert_choice(inputs, found)
+    rounded = run_op(replace(inputs, case=replace(inputs.case, rank="bf16")))["scores"]
+    for token, count in enumerate(inputs.counts()):
+        if count > inputs.case.topk:
+            assert torch.equal(found["scores"][token, :count].bfloat16(), rounded[token, :count])
+
+
+@pytest.mark.parametrize("rank", ["bf16", "fp32"])
 @pytest.mark.parametrize("levels", [1, 3, 200])
-def test_of_equal_scores_the_first_are_chosen(levels, keys, seed) -> None:
-    inputs = Inputs.make(Case((5000, 70_000, 513), levels=levels, **keys), seed, "cuda")
+def test_of_equal_scores_the_first_are_chosen(levels, rank, keys, seed) -> None:
+    case = Case((5000, 70_000, 513), levels=levels, rank=rank, **keys)
+    inputs = Inputs.make(case, seed, "cuda")
     assert_choice(inputs, run_op(inputs))
 
 

@@ -175,10 +175,9 @@ class Scores(TileScores):
         """See `TileScores`."""
         if exists:
             at = Int64(run.token) * operands.scores.stride[0] + entry
-            word, key = self.score_word, self.order_key(bits)
-            target = pointer_to(address_of(operands.scores, at), word, word.width // 8)
-            target.store(word(bits))
-            self.count(smem, key)
+            address, size = address_of(operands.scores, at), self.score_word.width // 8
+            pointer_to(address, self.score_word, size).store(self.score_word(bits))
+            self.count(smem, self.order_key(bits))
 
     @cute.jit
     def add_counts(self, operands: Operands, smem: Smem, token, thread):

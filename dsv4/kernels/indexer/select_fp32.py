@@ -63,11 +63,12 @@ class SelectFp32(Select):
         begins, known = start
         span, per_thread = self.threads * HELD * VECTOR, self.vectors_of(share)
         is_held = share.end - share.first <= span
-        # All have read the counts of the digit before.
-        cute.arch.sync_threads()
-        if thread < LOW_KEYS:
-            smem.own[thread] = Int32(0)
-        cute.arch.sync_threads()
+        if cutlass.const_expr(shift != SHIFTS[0]):
+            # All have read the counts of the digit before.
+            cute.arch.sync_threads()
+            if thread < LOW_KEYS:
+                smem.own[thread] = Int32(0)
+            cute.arch.sync_threads()
         for first in cutlass.range(share.first, share.end, span, unroll=1):
             if not is_held:
                 self.load(source, share, first, per_thread, words, thread)

@@ -51,6 +51,7 @@ FEWEST_AND_MOST = [
 LENS = (70, 330, 5, 64, 0, 130, 65)
 RAGGED = Case(LENS, topk=64, gives_slots=True, padding_rows=1, key_format="fp4")
 FP8 = replace(RAGGED, key_format="fp8")
+FP32 = replace(FP8, rank="fp32")
 
 
 pytestmark = pytest.mark.stage("indexer")
@@ -80,6 +81,7 @@ def test_a_stage_is_always_the_same_warpgroup_s() -> None:
     [
         *(("sm_90a", RAGGED, launch) for launch in (FEWEST_AND_MOST[0], *FEWEST_AND_MOST[2:])),
         ("sm_100a", FP8, FEWEST_AND_MOST[2]),
+        ("sm_90a", FP32, {**TWO, "cluster": 1}),
     ],
 )
 def test_ragged_lists(arch: str, case: Case, launch: dict[str, int], seed: int) -> None:
@@ -130,6 +132,39 @@ def test_queries_in_codes_give_the_same_bits(
     for token, count in enumerate(inputs.counts()):
         if count > case.topk:
             assert torch.equal(found["scores"][token, :count], wanted["scores"][token, :count])
+
+
+@pytest.mark.slow
+@of_each_arch
+@pytest.mark.parametrize("key_format", INDEX_FORMATS)
+@pytest.mark.parametrize("has_codes", [False, True], ids=["rows", "codes"])
+def test_scores_in_fp32_round_to_those_in_bf16(
+    arch: str, key_format: str, has_codes: bool, seed: int
+) -> None:
+    case = replace(RAGGED, key_format=key_format, has_codes=has_codes)
+    inputs = Inputs.make(case, seed)
+    rounded = run(inputs, seed, arch, **TWO, cluster=1).outputs["scores"]
+    exact = replace(inputs, case=replace(case, rank="fp32"))
+    scores = run(exact, seed, arch, None, **TWO, cluster=1).outputs["scores"]
+    for token, count in enumerate(inputs.counts()):
+        if count > case.topk:
+            assert torch.equal(scores[token, :count].bfloat16(), rounded[token, :count])
+
+
+@pytest.mark.slow
+@of_each_arch
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case((700, 65), topk=64, levels=levels, rank="fp32") for levels in (1, 2, 30)),
+        # Of all magnitudes, with ties on both sides of what registers hold.
+        Case((3000, 900), topk=512, spread=40, rank="fp32"),
+        Case((33_100,), topk=512, levels=40, rank="fp32"),
+    ],
+    ids=str,
+)
+def test_choice_by_scores_in_fp32(arch: str, case: Case, seed: int) -> None:
+    run(Inputs.make(case, seed), seed, arch, num_ctas=8, cluster=1)
 
 
 @pytest.mark.slow
@@ -185,13 +220,17 @@ def test_lists_that_fill_a_cluster(arch: str, seed: int) -> None:
 
 @pytest.mark.slow
 @of_each_arch
-@pytest.mark.parametrize("launch", [FEWEST_AND_MOST[0], FEWEST_AND_MOST[2]], ids=str)
+@pytest.mark.parametrize(
+    ("case", "launch"),
+    [(RAGGED, FEWEST_AND_MOST[0]), (RAGGED, FEWEST_AND_MOST[2]), (FP32, FEWEST_AND_MOST[2])],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["q", "weights"])
 def test_a_request_of_nan_chooses_entries_of_its_own(
-    arch: str, name: str, launch: dict[str, int], seed: int
+    arch: str, name: str, case: Case, launch: dict[str, int], seed: int
 ) -> None:
     """As many as another, each once; what others choose is what it was."""
-    inputs, row = Inputs.make(RAGGED, seed), 1
+    inputs, row = Inputs.make(case, seed), 1
     wanted = run(inputs, seed, arch, **launch).outputs["indices"]
     spoilt = {**inputs.tensors, name: inputs.tensors[name].clone()}
     spoilt[name][row] = torch.nan
@@ -228,6 +267,10 @@ def test_no_synchronisation_is_left_out(arch: str, seed: int) -> None:
         for case in (FP8, longest(**launch))
     ]
     assert not missed_synchronisation(reports)
+    launch = {**TWO, "cluster": 1}
+    cases = FP32, replace(longest(**launch), rank="fp32")
+    reports = [run(Inputs.make(case, seed), seed, arch, **launch).report for case in cases]
+    assert not missed_synchronisation(reports)
 
 
 def test_plan_leaves_half_of_an_sm() -> None:
@@ -251,6 +294,8 @@ def test_a_launch_fits_its_lists(tokens: int, entries: int) -> None:
     ctas, cluster = choose_launch(tokens, entries, 132)
     assert cluster in (CLUSTERS if ctas else ONE_LAUNCH_CLUSTERS)
     assert ctas or entries <= cluster * HELD_KEYS
+    ctas, cluster = choose_launch(tokens, entries, 132, "fp32")
+    assert ctas and cluster == 1
 
 
 def test_a_launch_for_each_size() -> None:
@@ -265,6 +310,7 @@ def test_configurations_with_kernels() -> None:
     sizes = (KERNEL_HEADS, KERNEL_DIM, 64)
     assert has_kernel(IndexTopkConfig(*sizes, 512, 32, 1.0))
     assert has_kernel(IndexTopkConfig(*sizes, 512, 32, 1.0, "fp4"))
+    assert has_kernel(IndexTopkConfig(*sizes, 512, 32, 1.0, rank="fp32"))
     for other in (
         IndexTopkConfig(32, KERNEL_DIM, 64, 512, 32, 1.0),
         IndexTopkConfig(*sizes, 512, 4, 1.0),
@@ -272,7 +318,6 @@ def test_configurations_with_kernels() -> None:
         IndexTopkConfig(*sizes, 512, 32, 1.0, "bf16"),
         IndexTopkConfig(*sizes, 512, 8, 1.0, "fp4"),
         IndexTopkConfig(*sizes, 512, 128, 1.0, "fp4"),
-        IndexTopkConfig(*sizes, 512, 32, 1.0, rank="fp32"),
         IndexTopkConfig(*sizes, 512, 32, 1.0, is_rounded=False),
     ):
         assert not has_kernel(other), other
@@ -323,6 +368,16 @@ BUGS: dict[str, Edit] = {
     .call("cute.arch.sync_threads")
     .delete(),
     "groups taken for near ones": at("are_near").expression("0xF0F0F0F0").replace("0"),
+    "digits counted before all are cleared": at("SelectFp32.count_digits")
+    .call("cute.arch.sync_threads", 1)
+    .delete(),
+    "digits cleared before all have read them": at("SelectFp32.count_digits")
+    .call("cute.arch.sync_threads", 0)
+    .delete(),
+    "keys of other beginnings counted": at("SelectFp32.count_digits")
+    .expression("words[i, v] >> known == begins")
+    .replace("words[i, v] != 0"),
+    "scores past the end chosen": at("SelectFp32.load").expression("i < left").replace("i >= 0"),
     "signs of other codes": at("put_codes").expression("word << 4").replace("word << 8"),
     "words of other banks": at("Fp4Tiles.decode").expression("lane // 8").replace("lane // 16"),
     "the transform's first stage left out": at("transformed")
@@ -365,6 +420,11 @@ def checked(build: Callable, seed: int, arch: str = "sm_90a") -> None:
         for launch in ({**ONE, "cluster": 4}, {**TWO, "cluster": 1}, {**TWO, "cluster": 8}):
             outcome = kernels.run(inputs, seed, None, compiled, **launch)
             assert_choice(inputs, outcome.outputs)
+    for case in (FP32, Case((1400, 300), topk=64, levels=3, rank="fp32")):
+        inputs = Inputs.make(case, seed)
+        compiled = kernels.compile(inputs.config, build)
+        outcome = kernels.run(inputs, seed, None, compiled, **TWO, cluster=1)
+        assert_choice(inputs, outcome.outputs)
 
 
 (

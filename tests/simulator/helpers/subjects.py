@@ -279,8 +279,26 @@ def indexer(key_format: str = "fp8", arch: str = "sm_90a") -> Subject:
             (filling(small), 0, small),
             (ragged, FEW_SMS, 1),  # of CTAs that add up counts of one token
         ]
+    return _indexer(arch, (select, selection, one_launch), launches)
+
+
+@cache
+def indexer_fp32(arch: str) -> Subject:
+    """Scores in fp32: ragged lists, and one that registers do not hold, as above; keys in every
+    digit of the k-th best one's."""
+    from dsv4.kernels.indexer import select_fp32, selection
+
+    options = {"gives_slots": True, "rank": "fp32"}
+    ragged = index_topk.Case((70, 330, 5, 64, 0, 130, 65), 64, padding_rows=1, **options)
+    long = index_topk.Case((4_200, 100), 64, **options, levels=30)
+    launches = [(ragged, FEW_SMS, 1), (long, FEW_SMS, 1)]
+    return _indexer(arch, (select_fp32, selection), launches)
+
+
+def _indexer(arch: str, modules: tuple, launches: list[tuple]) -> Subject:
+    """Launches of `index_topk`: a case each, CTAs of scores, and CTAs that choose."""
     with ExitStack() as stack:
-        for module in (select, selection, one_launch):
+        for module in modules:
             stack.enter_context(mock.patch.object(module, "HELD", 1))
         return subject_of_op(
             arch,

@@ -3,7 +3,7 @@ qualifiers by a step, is noticed.
 
 Its kernels: one launch, by clusters of three sizes; scores; the choice, by CTAs and clusters of two
 sizes. A place that several of them have counts once for each. With FP4 keys, and on Blackwell: one
-launch, by the smallest clusters, and scores; the choice is the same.
+launch, by the smallest clusters, and scores; the choice is the same. Of scores in fp32: the choice.
 """
 
 from __future__ import annotations
@@ -83,6 +83,11 @@ FP4_WEAKER = {
     ("mbarrier.arrive", "kernel", "relaxed"): (2, EXPECTS),
     ("mbarrier.arrive", "load_run", "relaxed"): (2, EXPECTS),
 }
+FP32_DELETED = {
+    ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
+    ("atom.shared", "__init__"): (21, "work, not order: counts whose loss moves no choice here"),
+}
+FP32_WEAKER = {("atom.shared", "__init__", "cluster"): (40, OF_ONE_CTA)}
 BLACKWELL_DELETED = {
     **FP4_DELETED,
     ("bar.warp", "arrive_warp"): (
@@ -125,3 +130,16 @@ def test_all_deletions_on_blackwell_are_noticed(key_format: str) -> None:
 def test_all_weaker_qualifiers_on_blackwell_are_noticed(key_format: str) -> None:
     compiled, runs = subjects.indexer(key_format, "sm_100a")
     check_weaker(compiled, runs("eager"), FP4_WEAKER, entries=SCORING)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_all_deletions_with_scores_in_fp32_are_noticed(arch: str) -> None:
+    compiled, runs = subjects.indexer_fp32(arch)
+    all_runs = [run for schedule in SCHEDULES[:2] for run in runs(schedule)]
+    check_deleted(compiled, all_runs, FP32_DELETED, entries=("SelectFp32",))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_all_weaker_qualifiers_with_scores_in_fp32_are_noticed(arch: str) -> None:
+    compiled, runs = subjects.indexer_fp32(arch)
+    check_weaker(compiled, runs("eager"), FP32_WEAKER, entries=("SelectFp32",))
