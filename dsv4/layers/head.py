@@ -29,8 +29,11 @@ class Embedding(Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[...] int64 -> [..., hidden_size]."""
-        # On a GPU F.embedding takes up to 16 rows one after another: 7.9 us of 16, indexing 1.7.
-        return self.weight[ids] if 1 < ids.numel() <= 16 else F.embedding(ids, self.weight)
+        if not 1 < ids.numel() <= 16:
+            return F.embedding(ids, self.weight)
+        # On a GPU F.embedding takes so few rows one after another: 7.9 us of 16, indexing 1.7. By
+        # one dimension, because rows lie as their indices do.
+        return self.weight[ids.flatten()].unflatten(0, ids.shape)
 
 
 def logits_of(

@@ -12,7 +12,7 @@ import pytest
 
 from dsv4.kernels.kit.index_entry import INDEX_FORMATS
 from dsv4.testing.harness import SCHEDULES
-from tests.simulator.helpers import subjects
+from tests.simulator.helpers import index_choice
 from tests.simulator.helpers.changes import check_deleted, check_weaker
 from tests.simulator.races.test_deleted_synchronisation import EXPECTED_LATE
 from tests.simulator.races.test_fp8_linear_mutations import CLUSTER, EXPECTS, FIRST, LAUNCH
@@ -99,47 +99,47 @@ BLACKWELL_DELETED = {
 
 
 def test_all_deletions_are_noticed() -> None:
-    compiled, runs = subjects.indexer()
+    compiled, runs = index_choice.choice()
     check_deleted(compiled, [run for s in SCHEDULES[:2] for run in runs(s)], DELETED)
 
 
 def test_all_weaker_qualifiers_are_noticed() -> None:
-    compiled, runs = subjects.indexer()
+    compiled, runs = index_choice.choice()
     check_weaker(compiled, runs("eager"), WEAKER)
 
 
 def test_all_deletions_with_fp4_keys_are_noticed() -> None:
-    compiled, runs = subjects.indexer("fp4")
+    compiled, runs = index_choice.choice("fp4")
     all_runs = [run for schedule in SCHEDULES[:2] for run in runs(schedule)]
     check_deleted(compiled, all_runs, FP4_DELETED, entries=SCORING)
 
 
 def test_all_weaker_qualifiers_with_fp4_keys_are_noticed() -> None:
-    compiled, runs = subjects.indexer("fp4")
+    compiled, runs = index_choice.choice("fp4")
     check_weaker(compiled, runs("eager"), FP4_WEAKER, entries=SCORING)
 
 
 @pytest.mark.parametrize("key_format", INDEX_FORMATS)
 def test_all_deletions_on_blackwell_are_noticed(key_format: str) -> None:
-    compiled, runs = subjects.indexer(key_format, "sm_100a")
+    compiled, runs = index_choice.choice(key_format, "sm_100a")
     all_runs = [run for schedule in SCHEDULES[:2] for run in runs(schedule)]
     check_deleted(compiled, all_runs, BLACKWELL_DELETED, entries=SCORING)
 
 
 @pytest.mark.parametrize("key_format", INDEX_FORMATS)
 def test_all_weaker_qualifiers_on_blackwell_are_noticed(key_format: str) -> None:
-    compiled, runs = subjects.indexer(key_format, "sm_100a")
+    compiled, runs = index_choice.choice(key_format, "sm_100a")
     check_weaker(compiled, runs("eager"), FP4_WEAKER, entries=SCORING)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_all_deletions_with_scores_in_fp32_are_noticed(arch: str) -> None:
-    compiled, runs = subjects.indexer_fp32(arch)
+    compiled, runs = index_choice.choice_fp32(arch)
     all_runs = [run for schedule in SCHEDULES[:2] for run in runs(schedule)]
     check_deleted(compiled, all_runs, FP32_DELETED, entries=("SelectFp32",))
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_all_weaker_qualifiers_with_scores_in_fp32_are_noticed(arch: str) -> None:
-    compiled, runs = subjects.indexer_fp32(arch)
+    compiled, runs = index_choice.choice_fp32(arch)
     check_weaker(compiled, runs("eager"), FP32_WEAKER, entries=("SelectFp32",))
