@@ -29,7 +29,8 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print one line per launch."""
-    from dsv4.kernels.indexer.plan import CLUSTERS, ONE_LAUNCH_CLUSTERS
+    from dsv4.kernels.indexer.config import RANKS
+    from dsv4.kernels.indexer.plan import clusters_of
     from dsv4.ops.index_topk import INDEX_TOPK
     from dsv4.testing.harness import SCHEDULES
     from dsv4.testing.index_topk import Case, Inputs, assert_choice, longest
@@ -38,8 +39,12 @@ def run(args: argparse.Namespace) -> int:
     launches = CheckedLaunches(args, args.arch)
     kernels = OpKernels(INDEX_TOPK, launches.target)
     ragged = Case(RAGGED, topk=args.topk, gives_slots=True, padding_rows=1)
-    sizes = [("bf16", 0, cluster) for cluster in ONE_LAUNCH_CLUSTERS]
-    sizes += [("bf16", FEW_CTAS, cluster) for cluster in CLUSTERS] + [("fp32", FEW_CTAS, 1)]
+    sizes = [
+        (rank, ctas, cluster)
+        for rank in RANKS
+        for ctas, clusters in zip((0, FEW_CTAS), clusters_of(rank))
+        for cluster in clusters
+    ]
     with launches.checks():
         for rank, ctas, cluster in sizes:
             compiled = kernels.compile(replace(ragged, rank=rank).config)

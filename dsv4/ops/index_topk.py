@@ -22,7 +22,7 @@ from dsv4.kernels.indexer.config import (
     has_kernel,
     values,
 )
-from dsv4.kernels.indexer.plan import CLUSTERS, ONE_LAUNCH_CLUSTERS, choose_launch
+from dsv4.kernels.indexer.plan import choose_launch, clusters_of
 from dsv4.kernels.kit.index_entry import INDEX_FORMATS, format_of
 from dsv4.ops.index_keys import decode_index, encode_index, read_keys, round_index
 from dsv4.ops.index_rounding import rotated_heads
@@ -112,8 +112,7 @@ class IndexTopk(KernelOp):
         self, config: IndexTopkConfig, target: Device, device: torch.device
     ) -> Iterator[tuple[Tensor | int, ...]]:
         """A call for each kernel that chooses."""
-        launches = ((0, ONE_LAUNCH_CLUSTERS), (1, CLUSTERS))
-        for ctas, clusters in launches if config.rank == "bf16" else ((1, (1,)),):
+        for ctas, clusters in enumerate(clusters_of(config.rank)):
             for cluster in clusters:
                 yield states.smallest_call(self, config, (ctas, cluster), device)
 

@@ -9,7 +9,7 @@ from cutlass import Int32, cute
 from dsv4.kernels.indexer.config import IndexTopkConfig, has_kernel
 from dsv4.kernels.indexer.context import Operands, counts_of
 from dsv4.kernels.indexer.one_launch import OneLaunch
-from dsv4.kernels.indexer.plan import CLUSTERS, ONE_LAUNCH_CLUSTERS
+from dsv4.kernels.indexer.plan import clusters_of
 from dsv4.kernels.indexer.scores import Scores
 from dsv4.kernels.indexer.select import Select
 from dsv4.kernels.indexer.select_fp32 import SelectFp32
@@ -27,13 +27,10 @@ class IndexTopk:
         assert has_kernel(config), config
         self.has_codes = config.has_codes
         self.scores = Scores(config, products, has_tmem)
-        self.select: dict[int, Select] = {1: SelectFp32(config)}
-        self.one_launch: dict[int, OneLaunch] = {}
-        if config.rank == "bf16":
-            self.select = {ctas: Select(config, ctas) for ctas in CLUSTERS}
-            self.one_launch = {
-                ctas: OneLaunch(config, ctas, products, has_tmem) for ctas in ONE_LAUNCH_CLUSTERS
-            }
+        one_launch, two = clusters_of(config.rank)
+        select = Select if config.rank == "bf16" else SelectFp32
+        self.select = {ctas: select(config, ctas) for ctas in two}
+        self.one_launch = {ctas: OneLaunch(config, ctas, products, has_tmem) for ctas in one_launch}
 
     @cute.jit
     def __call__(

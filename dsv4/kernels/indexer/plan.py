@@ -207,6 +207,11 @@ class ClusterPlan(ScoresPlan):
         )
 
 
+def clusters_of(rank: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """CTAs that may choose for a token: in one launch with scores, and from scores in memory."""
+    return (ONE_LAUNCH_CLUSTERS, CLUSTERS) if rank == "bf16" else ((), CLUSTERS[:1])
+
+
 def choose_launch(tokens: int, entries: int, num_sms: int, rank: str = "bf16") -> tuple[int, int]:
     """CTAs of the scores' launch, 0 where there is one launch, and CTAs that choose for a token, by
     the most entries of one; scores in fp32 have two launches and a CTA a token.

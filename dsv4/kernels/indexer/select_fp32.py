@@ -10,7 +10,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from dsv4.kernels.indexer.config import FP32_BIN_SHIFT, LOW_KEYS, IndexTopkConfig
+from dsv4.kernels.indexer.config import FP32_BIN_SHIFT, LOW_KEYS
 from dsv4.kernels.indexer.context import Operands, order_key_fp32
 from dsv4.kernels.indexer.select import Row, Select
 from dsv4.kernels.indexer.selection import HELD, VECTOR, WARP, Board, Choice, Share
@@ -23,10 +23,7 @@ SHIFTS = (16, 11, 6, 1, 0)
 
 
 class SelectFp32(Select):
-    """Kernel of one configuration."""
-
-    def __init__(self, config: IndexTopkConfig):
-        super().__init__(config, cluster=1)
+    """Kernel of one configuration; a cluster is one CTA."""
 
     @cute.jit
     def select(
@@ -75,8 +72,9 @@ class SelectFp32(Select):
             for v in cutlass.range_constexpr(HELD):
                 if v < per_thread:
                     for i in cutlass.range_constexpr(VECTOR):
-                        if words[i, v] >> known == begins:
-                            digit = Int32(words[i, v] >> shift) & ((1 << (known - shift)) - 1)
+                        key = self.key_of(words, v, i)
+                        if key >> known == begins:
+                            digit = Int32(key >> shift) & ((1 << (known - shift)) - 1)
                             cute.arch.atomic_add(smem.own.iterator + digit, Int32(1))
         cute.arch.sync_threads()
 
@@ -123,14 +121,6 @@ class SelectFp32(Select):
                     key = order_key_fp32(words[i, v])
                     words[i, v] = Uint32(cutlass.select_(i < left, key, Uint32(0)))
 
-    @cute.jit
-    def marks(self, words: cute.Tensor, per_thread: Int32, key: Uint32) -> tuple[Uint32, Uint32]:
+    def key_of(self, words: cute.Tensor, vector: int, i: int) -> Uint32:
         """See `Selection`."""
-        above, equal = Uint32(0), Uint32(0)
-        for v in cutlass.range_constexpr(HELD):
-            if v < per_thread:
-                for i in cutlass.range_constexpr(VECTOR):
-                    bit, found = Uint32(1 << (v * VECTOR + i)), words[i, v]
-                    above |= Uint32(cutlass.select_(found > key, bit, Uint32(0)))
-                    equal |= Uint32(cutlass.select_(found == key, bit, Uint32(0)))
-        return above, equal
+        return words[i, vector]

@@ -81,6 +81,11 @@ class Selection:
         """Counts of the token's order keys in neighbouring bins."""
         raise NotImplementedError
 
+    def key_of(self, words: cute.Tensor, vector: int, i: int) -> Int32:
+        """An order key of a vector of them."""
+        word = words[i // 2, vector]
+        return Int32(word >> 16 if i % 2 else word & Uint32(0xFFFF))
+
     # ---- shared memory ----
 
     def allocate(self) -> Board:
@@ -204,7 +209,7 @@ class Selection:
         for v in cutlass.range_constexpr(HELD):
             if v < per_thread:
                 for i in cutlass.range_constexpr(VECTOR):
-                    past = key_of(words, v, i) - lowest
+                    past = self.key_of(words, v, i) - lowest
                     higher += Int32(cutlass.select_(past >= LOW_KEYS, Int32(1), Int32(0)))
                     if past >= 0 and past < LOW_KEYS:
                         cute.arch.atomic_add(smem.own.iterator + past, Int32(1))
@@ -217,7 +222,7 @@ class Selection:
         for v in cutlass.range_constexpr(HELD):
             if v < per_thread:
                 for i in cutlass.range_constexpr(VECTOR):
-                    bit, found = Uint32(1 << (v * VECTOR + i)), key_of(words, v, i)
+                    bit, found = Uint32(1 << (v * VECTOR + i)), self.key_of(words, v, i)
                     above |= Uint32(cutlass.select_(found > key, bit, Uint32(0)))
                     equal |= Uint32(cutlass.select_(found == key, bit, Uint32(0)))
         return above, equal
@@ -324,9 +329,3 @@ class Selection:
         equal = cute.arch.shuffle_sync(earlier, winner)
         key = bin_ * LOW_KEYS + (LOW_KEYS - 1 - winner)
         return Choice(key, needed - before), better, equal
-
-
-def key_of(words: cute.Tensor, vector: int, i: int) -> Int32:
-    """An order key of a vector of them."""
-    word = words[i // 2, vector]
-    return Int32(word >> 16 if i % 2 else word & Uint32(0xFFFF))

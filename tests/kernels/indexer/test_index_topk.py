@@ -26,6 +26,7 @@ from dsv4.kernels.indexer.plan import (
     ClusterPlan,
     ScoresPlan,
     choose_launch,
+    clusters_of,
 )
 from dsv4.kernels.kit.index_entry import INDEX_FORMATS
 from dsv4.kernels.kit.plan import TMEM_COLUMNS
@@ -295,7 +296,7 @@ def test_a_launch_fits_its_lists(tokens: int, entries: int) -> None:
     assert cluster in (CLUSTERS if ctas else ONE_LAUNCH_CLUSTERS)
     assert ctas or entries <= cluster * HELD_KEYS
     ctas, cluster = choose_launch(tokens, entries, 132, "fp32")
-    assert ctas and cluster == 1
+    assert ctas and cluster in clusters_of("fp32")[1]
 
 
 def test_a_launch_for_each_size() -> None:
@@ -375,9 +376,11 @@ BUGS: dict[str, Edit] = {
     .call("cute.arch.sync_threads", 0)
     .delete(),
     "keys of other beginnings counted": at("SelectFp32.count_digits")
-    .expression("words[i, v] >> known == begins")
-    .replace("words[i, v] != 0"),
-    "scores past the end chosen": at("SelectFp32.load").expression("i < left").replace("i >= 0"),
+    .expression("key >> known == begins")
+    .replace("key != 0"),
+    "scores past the end chosen": at("SelectFp32.load")
+    .expression("i < left")
+    .replace("i < left + VECTOR"),
     "signs of other codes": at("put_codes").expression("word << 4").replace("word << 8"),
     "words of other banks": at("Fp4Tiles.decode").expression("lane // 8").replace("lane // 16"),
     "the transform's first stage left out": at("transformed")
