@@ -129,7 +129,6 @@ def make_tiling():
     names = {
         "cutlass": SimpleNamespace(Int32=int, const_expr=bool, max=max),
         "cute": SimpleNamespace(fast_divmod_create_divisor_v2=lambda x: x),
-        "combine_sizes": combine_sizes,
         "counter_words": counter_words,
         "HeadsMTiling": lambda *fields: fields,
     }
@@ -148,7 +147,8 @@ def test_plans_are_what_the_hopper_kernel_makes_of_them(heads, head_dim, make_ti
             config = FmhaConfig(head_dim, heads, 128, 1024, num_splits=splits)
             plan = launch_plan.make_plan(config, tokens, 1024, 128, MULTIPROCESSORS)
             sizes = (tokens, splits, MULTIPROCESSORS, head_dim == 512, head_dim // 16)
-            _, _, tile_heads, work_tiles, _, slices, *_ = make_tiling(*shape, *sizes, 0)
+            combined = combine_sizes(head_dim // 16)
+            _, _, tile_heads, work_tiles, _, slices, *_ = make_tiling(*shape, *sizes, combined, 0)
             assert plan == launch_plan.LaunchPlan(
                 "heads_m", splits, tile_heads, slices, work_tiles
             ), (tokens, splits)

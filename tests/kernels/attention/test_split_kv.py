@@ -8,6 +8,8 @@ import pytest
 
 from dsv4.kernels.attention.split_kv import (
     FRAGMENT_WORDS,
+    MOST_SCALED_SPLITS,
+    SCALED_GROUPS,
     SPLIT_STATS,
     SplitKv,
     combine_sizes,
@@ -77,9 +79,14 @@ def test_counters_fit_beside_the_partials(partials) -> None:
     assert counter_words(size) % 32 == 0
 
 
-@pytest.mark.parametrize("column_groups", [4, 8, 16, 32])
-def test_every_number_of_splits_has_a_size_to_combine_by(column_groups) -> None:
-    sizes = combine_sizes(column_groups)
+@pytest.mark.parametrize(
+    ("column_groups", "is_scaled"), [(4, False), (8, False), (16, False), (32, False), (32, True)]
+)
+def test_every_number_of_splits_has_a_size_to_combine_by(column_groups, is_scaled) -> None:
+    sizes = combine_sizes(column_groups, is_scaled)
     for splits in range(2, 33):
-        assert any(least <= splits <= most for _, most, least in sizes), splits
+        groups = [groups for groups, most, least in sizes if least <= splits <= most]
+        assert groups, splits
+        if is_scaled:  # rows that become codes have one size, those that do not have others
+            assert (groups == [SCALED_GROUPS]) == (splits <= MOST_SCALED_SPLITS)
     assert all(groups <= column_groups for groups, _, _ in sizes)

@@ -128,13 +128,23 @@ def test_which_launches_round_on_their_way() -> None:
         return bool(paged_plan.rounds_rows(config, tokens, splits, 132, arch))
 
     flash, pro, few = (PagedFmhaConfig(512, n, "fp8", rounds_output=True) for n in (64, 128, 16))
-    assert [found(flash, tokens, 1) for tokens in (9, 66, 67, 8192)] == [False, False, True, True]
-    assert [found(pro, tokens, 1) for tokens in (33, 34)] == [False, True]
-    assert not found(flash, 128, 2)
+    assert [found(flash, tokens, 1) for tokens in (9, 33, 34, 8192)] == [False, False, True, True]
+    assert [found(pro, tokens, 1) for tokens in (16, 17)] == [False, True]
+    assert [found(flash, 16, splits) for splits in (2, 3, 5, 8, 9)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert found(replace(flash, num_splits=1), 2, 1)
     assert not found(flash, 128, 1, "sm_100a")
     assert not found(few, 4096, 1)
     assert not found(replace(flash, compute="fp8"), 4096, 1)
     assert not found(replace(flash, rounds_output=False), 4096, 1)
+    alone = replace(flash, batch_invariant=True)
+    assert [found(alone, tokens, 1) for tokens in (66, 67)] == [False, True]
+    assert not found(alone, 4096, 2)
 
 
 def test_pieces_of_a_rounded_output_end_with_eight_tokens() -> None:

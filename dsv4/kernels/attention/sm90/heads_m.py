@@ -81,7 +81,7 @@ class FmhaHeadsM:
         self.has_neighbours = heads > HEADS
 
         # ==== roles ====
-        self.combine = HeadsMCombine(config, self.plan, self.has_pieces)
+        self.combine = self._make_combine()
         self.epilogue = self._make_epilogue()
         self.loader = self._make_loader()
         self.scorer = self.scorer_type(config, self.plan, self.combine)
@@ -92,6 +92,9 @@ class FmhaHeadsM:
 
     def _make_loader(self) -> LoadWarp:
         return LoadWarp(self.plan, self.has_even_tiles)
+
+    def _make_combine(self) -> HeadsMCombine:
+        return HeadsMCombine(self.config, self.plan, self.has_pieces)
 
     def _make_epilogue(self) -> Epilogue:
         return Epilogue(self.config.num_query_heads, self.plan)
@@ -105,7 +108,8 @@ class FmhaHeadsM:
         plan, num_heads = self.plan, self.config.num_query_heads
         tiling = make_tiling(
             *(num_heads, HEADS, self.has_even_tiles, q.shape[0], num_splits, num_sms),
-            *(plan.subtiles == 2, self.combine.column_groups, arguments.workspace.shape[0]),
+            *(plan.subtiles == 2, self.combine.column_groups, self.combine.sizes),
+            arguments.workspace.shape[0],
         )
         tile_rows = tiling.tile_heads if self.has_even_tiles else num_heads
         maps = (

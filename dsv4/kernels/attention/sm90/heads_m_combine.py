@@ -238,36 +238,20 @@ class HeadsMCombine:
             column = (first_group + subtile.column_group) * 8
 
             # ---- loads, all under way together ----
-            sinks = cute.make_rmem_tensor(2, cutlass.Float32)
-            sinks.fill(0.0)
             values = cute.make_rmem_tensor((8, groups // 2, most_splits), cutlass.Float16)
-            for r in cutlass.range_constexpr(2):
-                if cutlass.const_expr(self.is_softmax_sink):  # noqa: SIM102 static, then dynamic
-                    if coord.head + row + 8 * r < self.num_query_heads:
-                        sinks[r] = operands.sink_logits[coord.head + row + 8 * r]
+            sinks = self._load_sinks(operands.sink_logits, coord.head + row)
             stats, scales = self._load_statistics(ctx, coord, subtile, lane, most_splits)
             self._load_accumulators(ctx, coord, subtile, lane, values, most_splits)
-
             no_bits = cutlass.Int32(0)
             # Of many splits, some may well be waited for before the last ones are asked for.
             if cutlass.const_expr(most_splits <= 12):
-                no_bits = _zero_after(values, tiling.tile_heads >> 16)
+                no_bits = zero_after(values, tiling.tile_heads >> 16)
             factors, row_max, row_sum = self._split_weights(stats, scales, sinks)
-            # The weights are computed meanwhile; only what uses the rows comes after all loads.
-            words = cute.recast_tensor(stats, cutlass.Int32)
-            for i in cutlass.range_constexpr(most_splits // 4):
-                for r in cutlass.range_constexpr(2):
-                    words[0, i, r] |= no_bits
+            hold_back(stats, no_bits)
 
             # ---- rows, in split order ----
             acc = cute.make_rmem_tensor((8, groups // 2), cutlass.Float32)
-            acc.fill(0.0)
-            for s in cutlass.range_constexpr(most_splits):
-                for r in cutlass.range_constexpr(2):
-                    weight = cute.arch.shuffle_sync(stats[0, s // 4, r], lane // 4 * 4 + s % 4)
-                    for g in cutlass.range_constexpr(groups // 2):
-                        for i in (2 * r, 2 * r + 1, 2 * r + 4, 2 * r + 5):
-                            acc[i, g] += weight * values[i, g, s].to(cutlass.Float32)
+            add_splits(acc, stats, values, lane)
             head = coord.head + row
             place = (coord.token, head, column, lane, self.num_query_heads)
             store_rows(acc, operands.o, factors, *place)
@@ -280,12 +264,29 @@ class HeadsMCombine:
             if cutlass.const_expr(self.has_largest):  # noqa: SIM102 static, then dynamic
                 if coord.token < operands.max_logits.shape[0] and column == 0 and lane % 4 == 0:
                     self._combine_largest(ctx, coord, row)
-            index = subtile.index + tiling.num_splits * 4
-            # Most warps have one sub-tile: the address arithmetic of another would delay their end.
-            if index < subtiles:
-                subtile = self._subtile(tiling, w.half, index)
-            else:
-                subtile = subtile._replace(index=index)
+            subtile = self._next_subtile(tiling, w.half, subtile, subtiles)
+
+    @cute.jit
+    def _next_subtile(self, tiling, half, subtile: SubTile, subtiles):
+        """The sub-tile that a warp combines behind this one, if its index is among them."""
+        index = subtile.index + tiling.num_splits * 4
+        # Most warps have one sub-tile: the address arithmetic of another would delay their end.
+        if index < subtiles:
+            subtile = self._subtile(tiling, half, index)
+        else:
+            subtile = subtile._replace(index=index)
+        return subtile
+
+    @cute.jit
+    def _load_sinks(self, sink_logits, head):
+        """Sinks of a thread's two rows, from `head` on, where they are part of the softmax."""
+        sinks = cute.make_rmem_tensor(2, cutlass.Float32)
+        sinks.fill(0.0)
+        for r in cutlass.range_constexpr(2):
+            if cutlass.const_expr(self.is_softmax_sink):  # noqa: SIM102 static, then dynamic
+                if head + 8 * r < self.num_query_heads:
+                    sinks[r] = sink_logits[head + 8 * r]
+        return sinks
 
     @cute.jit
     def _combine_largest(self, ctx: HeadsMContext, coord, first_row):
@@ -321,8 +322,9 @@ class HeadsMCombine:
     def _load_statistics(self, ctx, coord, subtile, lane, most_splits: cutlass.Constexpr):
         """Statistics [2, splits / 4, row] of every fourth split of a thread's two rows, and the
         scales [splits / 4, row] of a sub-tile of their columns."""
-        stats = cute.make_rmem_tensor((SPLIT_STATS, most_splits // 4, 2), cutlass.Float32)
-        scales = cute.make_rmem_tensor((most_splits // 4, 2), cutlass.Float32)
+        own_splits = cutlass.const_expr(-(-most_splits // 4))  # of a lane
+        stats = cute.make_rmem_tensor((SPLIT_STATS, own_splits, 2), cutlass.Float32)
+        scales = cute.make_rmem_tensor((own_splits, 2), cutlass.Float32)
         scales.fill(0.0)
         tile_heads, num_splits = ctx.tiling.tile_heads, ctx.tiling.num_splits
         first, step = lane % 4, 4 * tile_heads
@@ -330,7 +332,7 @@ class HeadsMCombine:
         offset = subtile.statistics + row * SPLIT_STATS
         source = self._pointer(ctx, coord, offset, cutlass.Float32, 8)
         source_scales = self._pointer(ctx, coord, subtile.scales + row, cutlass.Float32, 4)
-        for i in cutlass.range_constexpr(most_splits // 4):
+        for i in cutlass.range_constexpr(own_splits):
             from_stats = pointer_at(source, i * SPLIT_STATS * step, cutlass.Float32, 8)
             from_scales = source_scales + i * step
             for r in cutlass.range_constexpr(2):
@@ -369,11 +371,41 @@ class HeadsMCombine:
         fragments = tiling.of_slice(self.column_groups // 2)
         return self._layout(tiling).fragment(blocks * fragments + fragment)
 
+    def _fragment_offset(self, tiling, fragments: int):
+        """Words from a fragment's accumulators to those of the one so many behind it."""
+        return self._layout(tiling).fragment(fragments)
+
     def _pointer(self, ctx, coord, offset, dtype, align: int = 16) -> cute.Pointer:
         return pointer_at(ctx.operands.workspace.iterator, coord.start + offset, dtype, align)
 
 
-def _zero_after(values: cute.Tensor, zero):
+@cute.jit
+def add_splits(acc: cute.Tensor, weights: cute.Tensor, values: cute.Tensor, lane):
+    """acc [8, fragment] = the weighted sum of a sub-tile's splits, in their order.
+
+    Args:
+        weights: [0, splits / 4, row] of every fourth split of a thread's two rows.
+        values: [8, fragment, split].
+    """
+    acc.fill(0.0)
+    for s in cutlass.range_constexpr(cute.size(values, mode=[2])):
+        for r in cutlass.range_constexpr(2):
+            weight = cute.arch.shuffle_sync(weights[0, s // 4, r], lane // 4 * 4 + s % 4)
+            for g in cutlass.range_constexpr(cute.size(values, mode=[1])):
+                for i in (2 * r, 2 * r + 1, 2 * r + 4, 2 * r + 5):
+                    acc[i, g] += weight * values[i, g, s].to(cutlass.Float32)
+
+
+def hold_back(weights: cute.Tensor, no_bits):
+    """Let what uses the weights [2, splits / 4, row] come after all loads, which `no_bits` follows;
+    the weights themselves are computed meanwhile."""
+    words = cute.recast_tensor(weights, cutlass.Int32)
+    for i in range(cute.size(weights, mode=[1])):
+        for r in range(2):
+            words[0, i, r] |= no_bits
+
+
+def zero_after(values: cute.Tensor, zero):
     """0, as `zero` is, once values [8, groups, splits] are loaded.
 
     The compiler would load some splits, use them, and load the next: a memory latency each time.

@@ -6,7 +6,7 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.attention.key_span import KeySpan, TokenPieces
-from dsv4.kernels.attention.split_kv import combine_sizes, counter_words
+from dsv4.kernels.attention.split_kv import counter_words
 
 
 class HeadsMTiling(NamedTuple):
@@ -21,8 +21,8 @@ class HeadsMTiling(NamedTuple):
     # 2 where neighbouring CTAs, with one work tile each, halve the columns of a head tile, or of a
     # split of it; else 1.
     column_slices: cutlass.Int32
-    # How rows are combined: an index of `combine_sizes`, 8-column groups that a warp combines at a
-    # time, and the power of two of such sub-tiles in a warpgroup's columns.
+    # How rows are combined: an index of the sizes of the combine, 8-column groups that a warp
+    # combines at a time, and the power of two of such sub-tiles in a warpgroup's columns.
     combine_size: cutlass.Int32
     combine_groups: cutlass.Int32
     combine_shift: cutlass.Int32
@@ -106,6 +106,7 @@ def make_tiling(
     num_sms: cutlass.Int32,
     can_slice: cutlass.Constexpr,
     half_groups: cutlass.Constexpr,
+    sizes: cutlass.Constexpr,
     workspace_size,
 ):
     """Choose the heads of a tile, the slices of its columns, and how its splits are combined.
@@ -113,6 +114,10 @@ def make_tiling(
     Few tokens leave SMs idle. Then two CTAs compute a head tile: both all of P, and each its half
     of the output's columns. With splits, head tiles may also have fewer heads, load less of Q and
     leave less to combine, at the price of reading the keys more often.
+
+    Args:
+        half_groups: 8-column groups of half of a head tile's columns.
+        sizes: `combine_sizes` of them.
     """
     heads = cutlass.Int32(min(most_heads, -(-num_query_heads // 16) * 16))
     slices = cutlass.Int32(1)
@@ -129,7 +134,7 @@ def make_tiling(
     work_tiles = tokens * head_tiles * num_splits * slices
     # Sub-tiles that are combined at a time: as small as leaves each warp one, if any size does.
     combine_size, groups, shift = cutlass.Int32(-1), cutlass.Int32(0), cutlass.Int32(0)
-    for i, (size, most, least) in enumerate(combine_sizes(half_groups)):
+    for i, (size, most, least) in enumerate(sizes):
         subtiles = heads // 16 * (half_groups // size) // slices
         is_possible = num_splits >= least and num_splits <= most
         if is_possible and (groups == 0 or subtiles <= 4 * num_splits):
@@ -139,6 +144,6 @@ def make_tiling(
     counters = cutlass.Int32(counter_words(workspace_size))
     tokens = cutlass.max(cutlass.Int32(tokens), 1)
     divisors = (cute.fast_divmod_create_divisor_v2(x) for x in (head_tiles, num_splits, tokens))
-    sizes = (num_splits, head_tiles, heads, work_tiles)
+    extent = (num_splits, head_tiles, heads, work_tiles)
     combine = (combine_size, groups, shift)
-    return HeadsMTiling(*sizes, leaves_room, slices, *combine, counters, *divisors)
+    return HeadsMTiling(*extent, leaves_room, slices, *combine, counters, *divisors)

@@ -22,6 +22,8 @@ from dsv4.kernels.attention.paged_keys import PagedKeys
 from dsv4.kernels.attention.paged_plan import may_round_rows
 from dsv4.kernels.attention.sm90.heads_m import FmhaHeadsM
 from dsv4.kernels.attention.sm90.heads_m_codes import CodesEpilogue
+from dsv4.kernels.attention.sm90.heads_m_codes_combine import CodesCombine
+from dsv4.kernels.attention.sm90.heads_m_combine import HeadsMCombine
 from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext, allocate
 from dsv4.kernels.attention.sm90.heads_m_epilogue import Epilogue
 from dsv4.kernels.attention.sm90.heads_m_gather import GatherWarpgroup
@@ -70,6 +72,11 @@ class PagedHeadsM(FmhaHeadsM):
     def _make_epilogue(self) -> Epilogue:
         epilogue = CodesEpilogue if may_round_rows(self.config, "sm_90a") else Epilogue
         return epilogue(self.config.num_query_heads, self.plan)
+
+    def _make_combine(self) -> HeadsMCombine:
+        if may_round_rows(self.config, "sm_90a") and not self.has_pieces:
+            return CodesCombine(self.config, self.plan)
+        return super()._make_combine()
 
     # ---- host ----
 

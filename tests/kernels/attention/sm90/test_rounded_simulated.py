@@ -1,8 +1,8 @@
 """The paged Hopper kernels whose output is codes, simulated: they are those of the rows that the
 kernel without rounding gives, bit for bit, however they come about.
 
-Launches of heads in M without splits and slices of columns round rows on their way; others leave
-them to a launch behind. Synchronisation of the first ones is that of the kernels in
+Launches of heads in M with up to eight splits round rows on their way; others leave them to a
+launch behind. Synchronisation of the first ones is that of the kernels in
 `tests/simulator/races/test_paged_changes.py`, without what staged stores of rows need.
 """
 
@@ -73,10 +73,41 @@ def test_tables_and_the_gate(kv_format, seed) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
 @pytest.mark.parametrize(
-    ("heads", "splits", "ctas"), [(64, 3, 12), (64, 1, 12), (16, 1, 3), (128, 2, 9)]
+    ("heads", "tokens", "splits", "ctas"),
+    [(64, 3, 2, 5), (64, 2, 3, 12), (128, 2, 2, 9), (128, 1, 4, 20), (72, 2, 5, 9), (40, 2, 8, 20)],
+)
+def test_codes_of_splits(heads, tokens, splits, ctas, kv_format, seed) -> None:
+    """One and two turns of loads; maxima that grow from split to split, splits without keys, and
+    a token without any. Two CTAs halve the columns of 64 heads in three splits."""
+    case = Case(tokens, 1, heads, 512, kv_format, 70, 600, growing=True, wild=True, **OPTIONS)
+    inputs = make_inputs(case, seed)
+    inputs.window_lens[0] = 3
+    inputs.compressed_lens[0] = 0 if tokens > 1 else 600
+    if tokens == 3:
+        inputs.window_lens[2] = inputs.compressed_lens[2] = 0
+    check(case, seed, splits, ctas, inputs=inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
+@pytest.mark.parametrize(("num_splits", "ctas"), [(None, 7), (3, 12), (5, 24)])
+def test_codes_of_slices(num_splits, ctas, kv_format, seed) -> None:
+    """Two CTAs halve the columns, without splits and with them; of a fixed number of splits, which
+    leaves no choice of swap-AB, head tiles have 32 heads."""
+    splits = num_splits or 1
+    options = {"num_splits": num_splits, **OPTIONS}
+    tokens = 2 if splits < 5 else 1
+    case = Case(tokens, 1, 64, 512, kv_format, 70, 300, 64, 2, "table", "swa_gate", **options)
+    check(case, seed, splits, ctas)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("heads", "splits", "ctas"), [(64, 9, 30), (64, 1, 12), (16, 1, 3), (32, 2, 12)]
 )
 def test_what_a_launch_behind_rounds(heads, splits, ctas, kv_format, seed) -> None:
-    """Splits, slices of columns, swap-AB."""
+    """Nine splits, swap-AB."""
     case = Case(2, 1, heads, 512, kv_format, 70, 200, wild=True, has_factor=True, **OPTIONS)
     check(case, seed, splits, ctas, ("lazy", "random"))
 
