@@ -53,6 +53,7 @@ class Shape:
         batch: requests; context: tokens of each when the last timed step ends.
         drafts: draft tokens a step verifies, of which a share of `acceptance` counts as accepted.
         batch_invariant: attention splits a token's keys by their number alone.
+        kv_format: of keys, "bf16" or "fp8"; None: the model's own.
     """
 
     model: str
@@ -62,6 +63,18 @@ class Shape:
     drafts: int = 0
     acceptance: float = 0.0
     batch_invariant: bool = False
+    kv_format: str | None = None
+
+    @property
+    def memory_plan(self) -> dict[str, Any]:
+        """What `plan_memory` takes beside the model."""
+        return {
+            "context": self.context,
+            "requests": self.batch,
+            "max_draft": self.drafts,
+            "chunk": self.batch,
+            "kv_format": self.kv_format,
+        }
 
 
 @dataclass(frozen=True)
@@ -133,9 +146,7 @@ def _model_of(shape: Shape) -> tuple:
 
 
 def _plans(config: ModelConfig, shapes: Sequence[Shape]) -> list[MemoryPlan]:
-    return [
-        plan_memory(config, s.context, s.batch, max_draft=s.drafts, chunk=s.batch) for s in shapes
-    ]
+    return [plan_memory(config, **shape.memory_plan) for shape in shapes]
 
 
 class _Bench:
@@ -151,6 +162,7 @@ class _Bench:
                 f"{STEPS * tokens + 1}"
             )
         options = {"batch_invariant": shape.batch_invariant}
+        self.model.kv_format = shape.kv_format
         self.cache = random_cache(self.model, rows, shape.context, shape.drafts, **options)
         # Replays of the step, of its warm-up and of the profiler move on: the last ends at context.
         start = shape.context - STEPS * tokens
@@ -292,8 +304,13 @@ def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
     """A row of a record under `COLUMNS`."""
     time, shape = row["microseconds"], row["shape"]
     found = f"{time / 1e3:.2f}"
+    model = shape["model"]
+    if shape.get("batch_invariant"):
+        model += ", invariant"
+    if shape.get("kv_format"):
+        model += f", {shape['kv_format']} keys"
     line = [
-        f"{shape['model']}, invariant" if shape.get("batch_invariant") else shape["model"],
+        model,
         layers_cell(row),
         f"{shape['batch']}",
         f"{shape['context']}",

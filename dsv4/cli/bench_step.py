@@ -41,6 +41,9 @@ def add_parser(benchmarks) -> None:
         action="store_true",
         help="give every request the bits that it has alone",
     )
+    parser.add_argument(
+        "--kv-format", choices=("bf16", "fp8"), help="of cached keys (default: the model's)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -49,8 +52,9 @@ def run(args: argparse.Namespace) -> int:
     from dsv4.bench import step
 
     drafts, share = (1, args.acceptance) if args.draft else (0, 0.0)
+    options = (drafts, share, args.batch_invariant, args.kv_format)
     shapes = [
-        step.Shape(args.model, args.layers, batch, context, drafts, share, args.batch_invariant)
+        step.Shape(args.model, args.layers, batch, context, *options)
         for context in args.context or (32768,)
         for batch in args.batch or step.BATCHES
     ]

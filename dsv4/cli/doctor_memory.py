@@ -11,7 +11,7 @@ GPU_MEMORY = {"H100": 79, "H200": 139, "B200": 178}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """`--checkpoint`, `--context` and `--requests`."""
+    """`--checkpoint`, `--context`, `--requests` and `--kv-format`."""
     parser.add_argument(
         "--checkpoint",
         metavar="FOLDER",
@@ -24,6 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="tokens of each request (default: the model's)",
     )
     parser.add_argument("--requests", type=int, metavar="R", help="at the same time (default 1)")
+    parser.add_argument("--kv-format", help="of cached keys: bf16 or fp8 (default: the model's)")
 
 
 def memory_lines(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -34,9 +35,9 @@ def memory_lines(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         OSError: the file cannot be read.
     """
     if args.checkpoint is None:
-        for name in ("context", "requests"):
+        for name in ("context", "requests", "kv_format"):
             if getattr(args, name) is not None:
-                raise ValueError(f"--{name}: needs --checkpoint")
+                raise ValueError(f"--{name.replace('_', '-')}: needs --checkpoint")
         return
     from dsv4.config.model_config import ModelConfig
     from dsv4.engine.memory_plan import plan_memory
@@ -45,7 +46,7 @@ def memory_lines(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     context = config.max_position_embeddings if args.context is None else args.context
     requests = 1 if args.requests is None else args.requests
     sizes = f"{requests} x {context:,} tokens"
-    plan = plan_memory(config, context, requests)
+    plan = plan_memory(config, context, requests, kv_format=args.kv_format)
     yield "memory: weights", _gib(plan.weights)
     yield "memory: windows", _gib(plan.windows)
     yield "memory: states", _gib(plan.states)
@@ -55,7 +56,7 @@ def memory_lines(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     yield "memory: requests", _gib(plan.requests)
     yield "memory: working, estimated", _gib(plan.working)
     yield "memory: peak", f"{_gib(plan.total)} for {sizes}"
-    one, two = (plan_memory(config, context, count) for count in (1, 2))
+    one, two = (plan_memory(config, context, count, kv_format=args.kv_format) for count in (1, 2))
     for product, room in GPU_MEMORY.items():
         left = room * GIB - one.total
         if left < 0:

@@ -66,6 +66,7 @@ def plan_memory(
     chunk: int = DEFAULT_PREFILL_CHUNK,
     prefix_snapshots: int = 0,
     device_type: str = "cuda",
+    kv_format: str | None = None,
 ) -> MemoryPlan:
     """Plan a model in bfloat16 for `requests` requests of up to `context` tokens each.
 
@@ -74,9 +75,10 @@ def plan_memory(
         chunk: tokens of a prefill step.
         prefix_snapshots: of an engine's prefix cache.
         device_type: "cuda" or "cpu": which may store keys in different formats.
+        kv_format: of keys, "bf16" or "fp8"; None: the model's own.
 
     Raises:
-        ValueError: a size is below 1, or the context exceeds the model's.
+        ValueError: a size is below 1, the context exceeds the model's, or there is no such format.
     """
     for name, value in (("context", context), ("requests", requests), ("chunk", chunk)):
         if value < 1:
@@ -86,11 +88,11 @@ def plan_memory(
             f"context must be at most {config.max_position_embeddings}, the model's, got {context}"
         )
     model = DeepseekV4(config, device="meta")
-    kv_format = KvFormat.of(config, torch.bfloat16, torch.device(device_type))
+    keys_format = KvFormat.of(config, torch.bfloat16, torch.device(device_type), kv_format)
     blocks = -(-context // block_size(config))
     sizes = (requests, requests * blocks, blocks)
     cache = ModelCache(
-        config, *sizes, torch.bfloat16, "meta", max_draft, max(chunk, requests), kv_format
+        config, *sizes, torch.bfloat16, "meta", max_draft, max(chunk, requests), keys_format
     )
     layers = cache.layers
     state = RequestState(cache, 1 + max_draft)

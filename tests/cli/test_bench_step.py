@@ -68,6 +68,21 @@ def test_steps_advance_every_request_by_what_it_accepts(made, drafts: int) -> No
     assert 1 <= run._count_experts() <= 8
 
 
+def test_keys_have_the_format_that_is_asked_for(made) -> None:
+    for name, dtype in (("bf16", torch.bfloat16), ("fp8", torch.uint8)):
+        run = bench._Bench(made, bench.Shape("tiny", None, 1, 300, kv_format=name))
+        assert {layer.window.data.dtype for layer in run.cache.layers} == {dtype}
+        with torch.no_grad():
+            run._step()
+    sizes = [
+        bench._plans(ModelConfig.flash(), [bench.Shape("flash", None, 4, 32768, kv_format=name)])
+        for name in ("bf16", "fp8", None)
+    ]
+    rows, entries, own = (plan.entries for (plan,) in sizes)
+    # 1,024 bytes, and records of 584 whose pages end at multiples of 576.
+    assert own == entries and 1.6 < rows / entries <= 1024 / 584
+
+
 def test_contexts_shorter_than_the_steps_are_refused(made) -> None:
     for drafts, least in ((0, 28), (1, 55)):
         bench._Bench(made, bench.Shape("tiny", None, 1, least, drafts))
@@ -126,6 +141,8 @@ def test_cells_fit_the_columns() -> None:
     line = bench.cells(bench.as_row(result) | {"kinds": {"CSA": vars(layers["CSA"])}})
     assert len(line) == len(bench.COLUMNS)
     assert "43 (6 aliased)" in line and "80 (57), 11" in line and "294" in line
+    row = bench.as_row(replace(result, shape=replace(shape, kv_format="bf16")))
+    assert bench.cells(row | {"kinds": {}})[0] == "flash, bf16 keys"
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(40, marks=pytest.mark.slow), 64, 500])

@@ -94,5 +94,12 @@ def test_doctor_says_what_does_not_fit(capsys: pytest.CaptureFixture, tmp_path: 
     assert said[0]["fits one B200"].startswith("yes") and said[1]["fits one B200"].startswith("no")
     plan = plan_memory(ModelConfig.flash(), 131072, 256)
     assert said[1]["memory: cache"] == f"{plan.cache / 2**30:.2f} GiB of 256 x 131,072 tokens"
-    assert main(["doctor", "--context", "5"]) == 2
-    assert "--context: needs --checkpoint" in capsys.readouterr().err
+    sizes = ["--context", "131072", "--requests", "2", "--kv-format", "bf16"]
+    assert main(["doctor", "--checkpoint", str(tmp_path), *sizes, "--json"]) == 0
+    lines = {line["name"]: line["detail"] for line in json.loads(capsys.readouterr().out)}
+    plan = plan_memory(ModelConfig.flash(), 131072, 2, kv_format="bf16")
+    assert plan.entries > plan_memory(ModelConfig.flash(), 131072, 2).entries
+    assert lines["memory: cache"] == f"{plan.cache / 2**30:.2f} GiB of 2 x 131,072 tokens"
+    for name in ("context", "kv-format"):
+        assert main(["doctor", f"--{name}", "5"]) == 2
+        assert f"--{name}: needs --checkpoint" in capsys.readouterr().err
