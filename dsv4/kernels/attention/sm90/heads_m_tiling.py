@@ -117,7 +117,7 @@ def make_tiling(
 
     Args:
         half_groups: 8-column groups of half of a head tile's columns.
-        sizes: `combine_sizes` of them.
+        sizes: `combine_sizes` of them; none where nothing is combined.
     """
     heads = cutlass.Int32(min(most_heads, -(-num_query_heads // 16) * 16))
     slices = cutlass.Int32(1)

@@ -80,7 +80,7 @@ class PagedCodes:
         has_even_tiles = heads <= HEADS or heads % HEADS == 0
         tiling = make_tiling(
             heads, HEADS, has_even_tiles, q.shape[0], one, num_sms, False,
-            self.plan.half_dim // 8, arguments.workspace.shape[0],
+            self.plan.half_dim // 8, (), arguments.workspace.shape[0],
         )  # fmt: skip
         scheduler = make_tail_scheduler(tiling.work_tiles, num_sms, not self.has_neighbours)
         operands = Operands(
