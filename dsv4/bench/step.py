@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -132,9 +133,13 @@ def measure(
     for place, shape in enumerate(shapes):
         config = truncated(MODELS[shape.model](), shape.layers, shape.drafts > 0)
         same = [other for other in shapes if _model_of(other) == _model_of(shape)]
-        if key != _model_of(shape):
+        is_new = key != _model_of(shape)
+        if is_new:
             made = None
-            torch.cuda.empty_cache()
+        # What the shape before left in pieces may be missing in one.
+        gc.collect()
+        torch.cuda.empty_cache()
+        if is_new:
             made, key = fitting_model(config, _plans(config, same), is_aliased), _model_of(shape)
         is_last = place == len(shapes) - 1
         with torch.no_grad():

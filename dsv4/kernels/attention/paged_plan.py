@@ -15,7 +15,6 @@ from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.attention.pieces import most_pieces
 from dsv4.kernels.attention.split_kv import (
     MAX_SPLITS,
-    MOST_SCALED_SPLITS,
     MOST_SWAP_AB_HEADS,
     STATS,
     SWAP_AB_TILE_HEADS,
@@ -74,19 +73,17 @@ def may_round_rows(config: PagedFmhaConfig, arch: str) -> bool:
 
 
 def rounds_rows(config: PagedFmhaConfig, tokens, num_splits, num_sms, arch: str):
-    """Whether a launch does: one of few splits, but of no pieces and not of swap-AB. Of numbers
-    known at run time, too."""
+    """Whether a launch does: one without pieces, and not of swap-AB. Of numbers known at run time,
+    too."""
     if not may_round_rows(config, arch):
         return False
     heads = config.num_query_heads
     if config.batch_invariant:
         tiles = -(-heads // launch_plan.TILE_HEADS)
         return (num_splits == 1) & (2 * tokens * tiles > num_sms)
-    has_few_splits = num_splits <= MOST_SCALED_SPLITS
     if heads not in TILED_HEADS or config.num_splits is not None:
-        return has_few_splits
-    swap_ab_tiles = tokens * (heads // SWAP_AB_TILE_HEADS) * num_splits
-    return has_few_splits & (swap_ab_tiles > num_sms)
+        return True
+    return tokens * (heads // SWAP_AB_TILE_HEADS) * num_splits > num_sms
 
 
 def scalars(

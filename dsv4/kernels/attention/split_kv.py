@@ -21,7 +21,6 @@ Where the layouts differ, and why:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 # fp32 words beside each partial row of head_dim words, at most. A row in 16 bits takes less.
 STATS = 4
@@ -39,30 +38,26 @@ SWAP_AB_TILE_HEADS = 16
 # 16 rows, and for how many splits: the loads of a sub-tile are all under way together, and fill the
 # registers that the accumulators have left.
 COMBINE_SIZES = ((8, 4), (8, 8), (4, 4), (4, 8), (4, 16), (2, 12), (2, 20), (2, 32))
-# The same where rows become codes, whose scales are those of 128 columns.
-SCALED_GROUPS = 16
-SCALED_SIZES = ((SCALED_GROUPS, 2), (SCALED_GROUPS, 4), (SCALED_GROUPS, 8))
-MOST_SCALED_SPLITS = SCALED_SIZES[-1][1]
+# 8 rows, where they become codes, whose scales are those of 128 columns.
+SCALED_SIZES = ((16, 2), (16, 4), (16, 8), (16, 16), (16, 32))
 
 
 def combine_sizes(column_groups: int, is_scaled: bool = False) -> list[tuple[int, int, int]]:
     """Sizes, most and least splits of the sub-tiles of so many 8-column groups, largest first.
 
     Args:
-        is_scaled: whether rows of up to `MOST_SCALED_SPLITS` become codes.
+        is_scaled: whether rows become codes.
     """
+    if is_scaled:
+        least = [2, *(most + 1 for _, most in SCALED_SIZES)]
+        return [(*size, first) for size, first in zip(SCALED_SIZES, least)]
     sizes: list[tuple[int, int, int]] = []
     for groups, most in COMBINE_SIZES:
         groups = min(groups, column_groups)
         least = max((m + 1 for g, m, _ in sizes if g == groups), default=2)
         if least <= most:
             sizes.append((groups, most, least))
-    if not is_scaled:
-        return sizes
-    scaled = [(*SCALED_SIZES[0], 2)]
-    scaled += [(*size, most + 1) for (_, most), size in pairwise(SCALED_SIZES)]
-    rows = [(groups, most, max(least, MOST_SCALED_SPLITS + 1)) for groups, most, least in sizes]
-    return scaled + [size for size in rows if size[2] <= size[1]]
+    return sizes
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ import pytest
 
 from dsv4.kernels.attention.split_kv import (
     FRAGMENT_WORDS,
-    MOST_SCALED_SPLITS,
-    SCALED_GROUPS,
     SPLIT_STATS,
     SplitKv,
     combine_sizes,
@@ -86,7 +84,5 @@ def test_every_number_of_splits_has_a_size_to_combine_by(column_groups, is_scale
     sizes = combine_sizes(column_groups, is_scaled)
     for splits in range(2, 33):
         groups = [groups for groups, most, least in sizes if least <= splits <= most]
-        assert groups, splits
-        if is_scaled:  # rows that become codes have one size, those that do not have others
-            assert (groups == [SCALED_GROUPS]) == (splits <= MOST_SCALED_SPLITS)
+        assert groups == [16] if is_scaled else groups, splits  # 128 columns, which have a scale
     assert all(groups <= column_groups for groups, _, _ in sizes)

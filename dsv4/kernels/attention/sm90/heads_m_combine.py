@@ -83,7 +83,14 @@ class HeadsMCombine:
 
     Args:
         has_largest: whether the largest scores may be asked for, too.
+
+    Attributes:
+        lane_rows: rows of a lane while it combines.
+        lane_words: of a lane, side by side, of a fragment; half of them are those of one row.
+        row_step: words from there to its other row, where that lies apart.
     """
+
+    lane_rows, lane_words, row_step = 2, LANE_WORDS, 0
 
     def __init__(self, config: FmhaConfig, plan: HeadsMPlan, has_largest: bool = False):
         self.has_largest = has_largest
@@ -153,8 +160,8 @@ class HeadsMCombine:
         """Store a warp's 16 rows of half of the columns, given in accumulator sub-tiles; these may
         be changed. `warp_offset` is what the method of this name says."""
         if w.warp * 16 < ctx.tiling.tile_heads:
-            offset = warp_offset + w.lane * LANE_WORDS
-            start = self._pointer(ctx, coord, offset, cutlass.Float32)
+            offset = warp_offset + w.lane * self.lane_words
+            start = self._pointer(ctx, coord, offset, cutlass.Float32, 4 * self.lane_words)
             # `make_warp_uniform` pins this: the compiler would take the products with it out of
             # the loop over work tiles, and spill them.
             step = cute.arch.make_warp_uniform(ctx.tiling.num_splits * FRAGMENT_WORDS)
@@ -162,7 +169,7 @@ class HeadsMCombine:
             for i, subtile in enumerate(subtiles):
                 if ctx.tiling.has_subtile(i):
                     first = i * (self.pv_dim // 16) * step
-                    store_subtile(subtile, start + first, step, scales)
+                    store_subtile(subtile, start + first, step, scales, self.row_step)
                     if w.lane % 4 == 0:
                         row, column_tile = w.warp * 16 + w.lane // 4, w.half * len(subtiles) + i
                         offset = self._layout(ctx.tiling).scale(column_tile, row, coord.split)
@@ -251,7 +258,7 @@ class HeadsMCombine:
 
             # ---- rows, in split order ----
             acc = cute.make_rmem_tensor((8, groups // 2), cutlass.Float32)
-            add_splits(acc, stats, values, lane)
+            _add_splits(acc, stats, values, lane)
             head = coord.head + row
             place = (coord.token, head, column, lane, self.num_query_heads)
             store_rows(acc, operands.o, factors, *place)
@@ -279,10 +286,10 @@ class HeadsMCombine:
 
     @cute.jit
     def _load_sinks(self, sink_logits, head):
-        """Sinks of a thread's two rows, from `head` on, where they are part of the softmax."""
-        sinks = cute.make_rmem_tensor(2, cutlass.Float32)
+        """Sinks of a thread's rows, from `head` on, where they are part of the softmax."""
+        sinks = cute.make_rmem_tensor(self.lane_rows, cutlass.Float32)
         sinks.fill(0.0)
-        for r in cutlass.range_constexpr(2):
+        for r in cutlass.range_constexpr(self.lane_rows):
             if cutlass.const_expr(self.is_softmax_sink):  # noqa: SIM102 static, then dynamic
                 if head + 8 * r < self.num_query_heads:
                     sinks[r] = sink_logits[head + 8 * r]
@@ -320,11 +327,11 @@ class HeadsMCombine:
 
     @cute.jit
     def _load_statistics(self, ctx, coord, subtile, lane, most_splits: cutlass.Constexpr):
-        """Statistics [2, splits / 4, row] of every fourth split of a thread's two rows, and the
-        scales [splits / 4, row] of a sub-tile of their columns."""
+        """Statistics [2, splits / 4, row] of every fourth split of a thread's rows, and the scales
+        [splits / 4, row] of a sub-tile of their columns."""
         own_splits = cutlass.const_expr(-(-most_splits // 4))  # of a lane
-        stats = cute.make_rmem_tensor((SPLIT_STATS, own_splits, 2), cutlass.Float32)
-        scales = cute.make_rmem_tensor((own_splits, 2), cutlass.Float32)
+        stats = cute.make_rmem_tensor((SPLIT_STATS, own_splits, self.lane_rows), cutlass.Float32)
+        scales = cute.make_rmem_tensor((own_splits, self.lane_rows), cutlass.Float32)
         scales.fill(0.0)
         tile_heads, num_splits = ctx.tiling.tile_heads, ctx.tiling.num_splits
         first, step = lane % 4, 4 * tile_heads
@@ -335,7 +342,7 @@ class HeadsMCombine:
         for i in cutlass.range_constexpr(own_splits):
             from_stats = pointer_at(source, i * SPLIT_STATS * step, cutlass.Float32, 8)
             from_scales = source_scales + i * step
-            for r in cutlass.range_constexpr(2):
+            for r in cutlass.range_constexpr(self.lane_rows):
                 stats[0, i, r], stats[1, i, r] = -cutlass.Float32.inf, cutlass.Float32(0.0)
                 if i * 4 + first < num_splits:
                     pair = cute.make_tensor(
@@ -347,9 +354,9 @@ class HeadsMCombine:
 
     def _split_weights(self, stats: cute.Tensor, scales: cute.Tensor, sinks: cute.Tensor):
         """Replace the row maxima [0, splits / 4, row] by what stored values are to be multiplied
-        by; returns the output scale, the row max and the row sum of both rows."""
+        by; returns the output scale, the row max and the row sum of each row."""
         factors, row_maxima, row_sums = [], [], []
-        for r in range(2):
+        for r in range(self.lane_rows):
             row_max, row_sum = split_weights(
                 stats[None, None, r], quad_max, quad_sum, scales[None, r]
             )
@@ -371,16 +378,12 @@ class HeadsMCombine:
         fragments = tiling.of_slice(self.column_groups // 2)
         return self._layout(tiling).fragment(blocks * fragments + fragment)
 
-    def _fragment_offset(self, tiling, fragments: int):
-        """Words from a fragment's accumulators to those of the one so many behind it."""
-        return self._layout(tiling).fragment(fragments)
-
     def _pointer(self, ctx, coord, offset, dtype, align: int = 16) -> cute.Pointer:
         return pointer_at(ctx.operands.workspace.iterator, coord.start + offset, dtype, align)
 
 
 @cute.jit
-def add_splits(acc: cute.Tensor, weights: cute.Tensor, values: cute.Tensor, lane):
+def _add_splits(acc: cute.Tensor, weights: cute.Tensor, values: cute.Tensor, lane):
     """acc [8, fragment] = the weighted sum of a sub-tile's splits, in their order.
 
     Args:
@@ -401,7 +404,7 @@ def hold_back(weights: cute.Tensor, no_bits):
     the weights themselves are computed meanwhile."""
     words = cute.recast_tensor(weights, cutlass.Int32)
     for i in range(cute.size(weights, mode=[1])):
-        for r in range(2):
+        for r in range(cute.size(weights, mode=[2])):
             words[0, i, r] |= no_bits
 
 

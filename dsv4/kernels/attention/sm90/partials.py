@@ -22,7 +22,13 @@ TOP_EXPONENT = 14  # of the largest value, where it is scaled
 
 
 @cute.jit
-def store_subtile(subtile: cute.Tensor, start: cute.Pointer, step, scales: cute.Tensor):
+def store_subtile(
+    subtile: cute.Tensor,
+    start: cute.Pointer,
+    step,
+    scales: cute.Tensor,
+    row_step: cutlass.Constexpr = 0,
+):
     """Store an accumulator sub-tile by 16-column fragments in fp16, 16 bytes a thread; all 32
     lanes call this.
 
@@ -31,8 +37,9 @@ def store_subtile(subtile: cute.Tensor, start: cute.Pointer, step, scales: cute.
         start: of this thread's part of the first fragment.
         step: fp32 words from a fragment to the next.
         scales: [2], what the stored values of the thread's two rows must be multiplied by.
+        row_step: fp32 words from its first row to its second one, 8 bytes each; 0: they are one.
     """
-    _store(subtile, start, step)
+    _store(subtile, start, step, row_step)
     scales.fill(1.0)
     rows = by_row(subtile)
     is_fit = cutlass.Boolean(True)
@@ -44,7 +51,7 @@ def store_subtile(subtile: cute.Tensor, start: cute.Pointer, step, scales: cute.
         for r in cutlass.range_constexpr(2):
             _scale_of(_magnitudes(rows, r), scales, factors, r)
         scale_rows(subtile, factors)
-        _store(subtile, start, step)
+        _store(subtile, start, step, row_step)
 
 
 def _magnitudes(rows: cute.Tensor, r: int):
@@ -58,13 +65,21 @@ def _tree_sum(values):
 
 
 @cute.jit
-def _store(subtile: cute.Tensor, start: cute.Pointer, step):
+def _store(subtile: cute.Tensor, start: cute.Pointer, step, row_step: cutlass.Constexpr):
     for fragment in cutlass.range_constexpr(cute.size(subtile) // 8):
         values = cute.make_rmem_tensor(8, cutlass.Float16)
         source = cute.make_tensor(subtile.iterator + fragment * 8, cute.make_layout(8))
         values.store(source.load().to(cutlass.Float16))
         target = pointer_at(start, fragment * step, cutlass.Float16)
-        cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(8)))
+        if cutlass.const_expr(row_step == 0):
+            cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(8)))
+        else:
+            words = cute.recast_tensor(values, cutlass.Int32)
+            for r in cutlass.range_constexpr(2):
+                row = cute.make_rmem_tensor(2, cutlass.Int32)
+                row[0], row[1] = words[r], words[r + 2]
+                place = pointer_at(start, fragment * step + r * row_step, cutlass.Int32, 8)
+                cute.autovec_copy(row, cute.make_tensor(place, cute.make_layout(2)))
 
 
 @cute.jit
