@@ -84,6 +84,8 @@ UNSHARED = "shared columns without splits, which no launch here has"
 REDUNDANT = {
     "single": {
         ("griddepcontrol.launch_dependents", "load_warps"): (1, LAUNCH),
+        ("griddepcontrol.launch_dependents", "kernel"): (1, f"of the combine: {LAUNCH}"),
+        ("griddepcontrol.wait", "run"): (1, LAUNCHES_IN_ORDER),
         ("mbarrier.try_wait", "_load_q"): (1, "the only stage is free when it is first acquired"),
         ("mbarrier.try_wait", "_qk"): (
             3,
@@ -104,6 +106,8 @@ REDUNDANT = {
     "pair": {
         ("fence.mbarrier_init", "run"): (2, "two in a row: either one is for all barriers"),
         ("griddepcontrol.launch_dependents", "load_warps"): (1, LAUNCH),
+        ("griddepcontrol.launch_dependents", "kernel"): (1, f"of the combine: {LAUNCH}"),
+        ("griddepcontrol.wait", "run"): (1, LAUNCHES_IN_ORDER),
         ("tcgen05.fence::after_thread_sync", "mma_warp"): (1, "Q: the one of S follows"),
         ("mbarrier.try_wait", "_qk"): (
             2,

@@ -210,6 +210,7 @@ DELETED = {
             )
         },
         ("griddepcontrol.launch_dependents", "_gather"): (1, LAUNCH),
+        ("griddepcontrol.wait", "run"): (1, LAUNCHES_IN_ORDER),
         ("mbarrier.try_wait", "_qk"): (1, FIRST_S),
         ("tcgen05.fence::after_thread_sync", "_qk"): (1, FIRST_S),
         ("mbarrier.try_wait", "receive_keys"): (1, WITH_S),

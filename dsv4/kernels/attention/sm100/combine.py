@@ -9,6 +9,7 @@ from dsv4.kernels.attention.sink_merge import output_scale, row_lse
 from dsv4.kernels.attention.sm100.plan_combine import BATCH, THREADS, PlanCombine
 from dsv4.kernels.attention.split_kv import STATS
 from dsv4.kernels.attention.split_reduce import split_weights
+from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.pointers import row_pointer
 
 
@@ -66,7 +67,8 @@ class Combine:
         acc = cute.make_rmem_tensor(self.plan.vector, cutlass.Float32)
         acc.fill(0.0)
         row_max, row_sum = cutlass.Float32(0.0), cutlass.Float32(0.0)
-        cute.arch.griddepcontrol_wait()
+        pdl.launch_dependents()
+        pdl.wait_for_previous_launch()
         stats = partial_stats(workspace, rows, num_splits, self.head_dim)
         if row < rows:
             # ---- weights of the splits, one lane each

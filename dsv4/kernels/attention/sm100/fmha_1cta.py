@@ -62,6 +62,7 @@ from dsv4.kernels.attention.sm100.work_tile import (
     tma_row_view,
     zero_rows,
 )
+from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.reduce import quad_sum
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.tcgen05 import (
@@ -162,6 +163,7 @@ class Fmha1Cta:
             block=(self.warps.threads, 1, 1),
             cluster=self.cluster,
             stream=stream,
+            use_pdl=True,
         )
 
     # ---- device --------------------------------------------------------------------------------
@@ -195,6 +197,7 @@ class Fmha1Cta:
             allocator_warp_id=warps["softmax"].first,
         )
         pipeline.pipeline_init_wait(cluster_shape_mn=(self.multicast_ctas, 1))
+        pdl.wait_for_previous_launch()
 
         ctx = Context1Cta(params, work, pipelines, smem, tmem, info)
         if self._is_load(warp_idx):
@@ -268,7 +271,7 @@ class Fmha1Cta:
     def load_warps(self, ctx: Context1Cta):
         """Q once, then the chunks of every tile, each once."""
         params, work = ctx.params, ctx.work
-        cute.arch.griddepcontrol_launch_dependents()
+        pdl.launch_dependents()
 
         # ---- prologue: Q, which needs no table
         self._load_q(ctx)

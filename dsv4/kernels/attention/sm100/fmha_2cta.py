@@ -74,6 +74,7 @@ from dsv4.kernels.attention.sm100.work_tile import (
     store_pairs,
     zero_rows,
 )
+from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.pointers import row_pointer
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.tcgen05 import (
@@ -162,6 +163,7 @@ class Fmha2Cta:
             block=(self.warps.threads, 1, 1),
             cluster=self.cluster,
             stream=stream,
+            use_pdl=True,
         )
 
     # ---- device --------------------------------------------------------------------------------
@@ -194,6 +196,7 @@ class Fmha2Cta:
         )
         # Roles wait for the barriers of the other CTA when they need them, not here.
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster[:2], is_relaxed=True)
+        pdl.wait_for_previous_launch()
         ctx = Context2Cta(params, scheduler, cta_rank, pipelines, smem, tmem, info)
         if self._is_load(warp_idx):
             self.load_warps(ctx)
@@ -288,7 +291,7 @@ class Fmha2Cta:
     def load_warps(self, ctx: Context2Cta):
         """This CTA's half of the columns of every tile, once."""
         params, scheduler, rows = ctx.params, ctx.scheduler, ctx.smem.kv_rows
-        cute.arch.griddepcontrol_launch_dependents()
+        pdl.launch_dependents()
 
         # ---- prologue: tables first, queries would delay them
         state = pipeline.make_pipeline_state(PRODUCER, self.plan.kv_stages)

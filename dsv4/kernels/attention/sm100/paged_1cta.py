@@ -30,6 +30,7 @@ from dsv4.kernels.attention.sm100.work_tile import (
     tma_row_view,
 )
 from dsv4.kernels.attention.softmax import LN_2
+from dsv4.kernels.kit import pdl
 
 
 class PagedFmha1Cta(PagedVariant, Fmha1Cta):
@@ -62,6 +63,7 @@ class PagedFmha1Cta(PagedVariant, Fmha1Cta):
             block=(self.warps.threads, 1, 1),
             cluster=self.cluster,
             stream=stream,
+            use_pdl=True,
         )
 
     # ---- device --------------------------------------------------------------------------------
@@ -83,7 +85,7 @@ class PagedFmha1Cta(PagedVariant, Fmha1Cta):
     def _load_entries(self, ctx: Context1Cta):
         """Q, by the first warp, and FP8 entries, which all of them convert."""
         params, token, source = ctx.params, ctx.work.token, self.kv_source
-        cute.arch.griddepcontrol_launch_dependents()
+        pdl.launch_dependents()
         warp, lane = self._gather_warp()
         if warp == 0:
             self._load_q(ctx)
@@ -100,7 +102,7 @@ class PagedFmha1Cta(PagedVariant, Fmha1Cta):
     def _load_rows(self, ctx: Context1Cta):
         """Q, then the rows that TMA gathers."""
         params, token, kv, source = ctx.params, ctx.work.token, ctx.pipelines.kv, self.kv_source
-        cute.arch.griddepcontrol_launch_dependents()
+        pdl.launch_dependents()
         self._load_q(ctx)
         keys = self._find_keys(ctx)
         words = source.fetch(params, keys, token, keys.first)

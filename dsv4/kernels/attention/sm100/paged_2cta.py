@@ -25,6 +25,7 @@ from dsv4.kernels.attention.sm100.plan_2cta import HALF_DIM
 from dsv4.kernels.attention.sm100.plan_paged import PagedPlan2Cta
 from dsv4.kernels.attention.sm100.work_tile import PRODUCER, make_output_tma
 from dsv4.kernels.attention.softmax import LN_2
+from dsv4.kernels.kit import pdl
 
 
 class PagedFmha2Cta(PagedVariant, Fmha2Cta):
@@ -60,6 +61,7 @@ class PagedFmha2Cta(PagedVariant, Fmha2Cta):
             cluster=self.cluster,
             stream=stream,
             min_blocks_per_mp=self.min_blocks,
+            use_pdl=True,
         )
 
     # ---- device --------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ class PagedFmha2Cta(PagedVariant, Fmha2Cta):
     def _load_entries(self, ctx: Context2Cta, half: cutlass.Constexpr[int]):
         """Half of the columns of FP8 entries, which all warps convert."""
         params, scheduler = ctx.params, ctx.scheduler
-        cute.arch.griddepcontrol_launch_dependents()
+        pdl.launch_dependents()
         warp, lane = self._gather_warp()
         row = warp * self.kv_source.warp_keys + lane % self.kv_source.warp_keys
         start = ctx.smem.kv_rows.iterator
@@ -108,7 +110,7 @@ class PagedFmha2Cta(PagedVariant, Fmha2Cta):
     def _load_rows(self, ctx: Context2Cta):
         """Half of the columns of the rows that TMA gathers."""
         params, scheduler, kv, source = ctx.params, ctx.scheduler, ctx.pipelines.kv, self.kv_source
-        cute.arch.griddepcontrol_launch_dependents()
+        pdl.launch_dependents()
 
         # ---- prologue: tables first, queries would delay them
         state = pipeline.make_pipeline_state(PRODUCER, self.plan.kv_stages)

@@ -56,6 +56,7 @@ from dsv4.kernels.attention.sm100.work_tile import (
     row_epilogue,
 )
 from dsv4.kernels.attention.softmax import LN_2
+from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.tcgen05 import fence_after_thread_sync, fence_before_thread_sync
 
 QK_AHEAD = 2  # tiles
@@ -125,7 +126,7 @@ class PagedCodes2Cta(PagedFmha2Cta):
     def _gather(self, ctx: Context2Cta, warp: Int32, lane: Int32):
         """Rows of a warp, of every work tile."""
         scheduler, stages = ctx.scheduler, self.plan.kv_stages
-        cute.arch.griddepcontrol_launch_dependents()
+        pdl.launch_dependents()
         entries = HalfEntries(ctx.cta_rank)
         keys = self._find_keys(ctx, scheduler.first)
         # Every stage is empty.
