@@ -6,7 +6,7 @@ from cutlass import cute
 from dsv4.kernels.attention.paged_args import fake_arguments
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.attention.paged_context import PagedArguments
-from dsv4.kernels.attention.paged_plan import has_kernel, rounds_rows
+from dsv4.kernels.attention.paged_plan import always_rounds_rows, has_kernel, rounds_rows
 from dsv4.kernels.gemm.config import K_BLOCK, TERMS
 from dsv4.kernels.gemm.quantize import QuantizeRows, as_bytes
 
@@ -96,7 +96,8 @@ class PagedFmhaCall:
             ratio,
         )
         self.launch(arguments, stream)
-        if cutlass.const_expr(self.config.rounds_output):
+        is_open = self.config.rounds_output and not always_rounds_rows(self.config, self.arch)
+        if cutlass.const_expr(is_open):
             sizes = q.shape[0], num_splits, num_ctas
             if not rounds_rows(self.config, *sizes, self.arch):
                 width = self.quantizer.k_blocks * K_BLOCK

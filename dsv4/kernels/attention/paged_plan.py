@@ -61,15 +61,19 @@ def multiplies_codes(config: PagedFmhaConfig) -> bool:
 
 
 def may_round_rows(config: PagedFmhaConfig, arch: str) -> bool:
-    """Whether some launches round rows of the output on their way: those of heads in M, whose quads
-    of lanes hold whole groups of a scale."""
-    return (
-        config.rounds_output
-        and arch == "sm_90a"
-        and config.num_query_heads > MOST_SWAP_AB_HEADS
+    """Whether launches round rows of the output on their way: on Hopper some, those of heads in M,
+    whose quads of lanes hold whole groups of a scale; on Blackwell all."""
+    if not config.rounds_output or multiplies_codes(config):
+        return False
+    return arch == "sm_100a" or (
+        config.num_query_heads > MOST_SWAP_AB_HEADS
         and config.head_dim == launch_plan.SLICED_HEAD_DIM
-        and not multiplies_codes(config)
     )
+
+
+def always_rounds_rows(config: PagedFmhaConfig, arch: str) -> bool:
+    """Whether all launches do: epilogues and the combine of Blackwell."""
+    return arch == "sm_100a" and may_round_rows(config, arch)
 
 
 def rounds_rows(config: PagedFmhaConfig, tokens, num_splits, num_sms, arch: str):
@@ -77,6 +81,8 @@ def rounds_rows(config: PagedFmhaConfig, tokens, num_splits, num_sms, arch: str)
     too."""
     if not may_round_rows(config, arch):
         return False
+    if always_rounds_rows(config, arch):
+        return True
     heads = config.num_query_heads
     if config.batch_invariant:
         tiles = -(-heads // launch_plan.TILE_HEADS)

@@ -207,10 +207,20 @@ def calls_of_codes(arch: str, heads: int, sms: int) -> list[Recorded]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "sms", "launches"), [(40, 3, 2), (40, 132, 2), (16, 132, 3)])
-def test_codes_and_their_projection_overlap(heads, sms, launches, seed) -> None:
-    """Heads in M make the codes on their way, a launch behind swap-AB does."""
-    (chain,) = chains_of(calls_of_codes("sm_90a", heads, sms))
+@pytest.mark.parametrize(
+    ("arch", "heads", "sms", "launches"),
+    [
+        ("sm_90a", 40, 3, 2),
+        ("sm_90a", 40, 132, 2),
+        ("sm_90a", 16, 132, 3),
+        ("sm_100a", 40, 3, 2),
+        ("sm_100a", 40, 148, 3),
+    ],
+)
+def test_codes_and_their_projection_overlap(arch, heads, sms, launches, seed) -> None:
+    """Hopper's heads in M make the codes on their way, a launch behind swap-AB does; Blackwell's
+    attention, and the sum of its splits."""
+    (chain,) = chains_of(calls_of_codes(arch, heads, sms))
     assert chain.name == "sparse_fmha_paged > grouped_linear"
     assert len(chain.simulate(races=False).launches) == launches
     check_early(chain.calls[1:])  # attention reads no list early

@@ -30,9 +30,9 @@ class Combine:
     @cute.jit
     def launch(self, arguments: FmhaArguments, stream):
         """Combine what the splits of an attention with these arguments have left."""
-        o, num_splits = arguments.o, arguments.num_splits
-        rows = o.shape[0] * self.num_query_heads
-        tensors = (arguments.workspace, arguments.sink_logits, o, arguments.lse)
+        num_splits, outputs = arguments.num_splits, self._outputs(arguments)
+        rows = outputs[-1].shape[0] * self.num_query_heads
+        tensors = (arguments.workspace, arguments.sink_logits, outputs, arguments.lse)
         self.kernel(*tensors, num_splits).launch(
             grid=[cute.ceil_div(rows, self.plan.rows_per_block), 1, 1],
             block=[THREADS, cute.ceil_div(num_splits, BATCH), 1],
@@ -42,18 +42,22 @@ class Combine:
             use_pdl=True,
         )
 
+    def _outputs(self, arguments: FmhaArguments) -> tuple[cute.Tensor, ...]:
+        """What is written; the last one has a row for each token."""
+        return (arguments.o,)
+
     @cute.kernel
     def kernel(
         self,
         workspace: cute.Tensor,  # [>= T * n_h * splits * (head_dim + STATS)] fp32
         sink_logits: cute.Tensor,  # [n_h] fp32
-        o: cute.Tensor,  # [T, n_h, head_dim]
+        outputs: tuple[cute.Tensor, ...],  # o [T, n_h, head_dim]
         lse: cute.Tensor,  # [T or 0, n_h] fp32
         num_splits: cutlass.Int32,
     ):
         thread, group, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
-        rows = o.shape[0] * self.num_query_heads
+        rows = outputs[-1].shape[0] * self.num_query_heads
         row = (
             cute.arch.block_idx()[0] * self.plan.rows_per_block
             + thread // self.plan.threads_per_row
@@ -107,13 +111,20 @@ class Combine:
                     acc[c] += sums[c, thread, other]
             token, head = row // self.num_query_heads, row % self.num_query_heads
             scale = output_scale(row_max, row_sum, sink_logits[head], self.is_softmax_sink)
-            out = cute.make_rmem_tensor(self.plan.vector, self.o_dtype)
             for c in cutlass.range_constexpr(self.plan.vector):
-                out[c] = (acc[c] * scale).to(self.o_dtype)
-            target = row_pointer(o, token, head) + column
-            cute.autovec_copy(out, cute.make_tensor(target, cute.make_layout(self.plan.vector)))
+                acc[c] *= scale
+            self._store(outputs, token, head, column, acc)
             if token < lse.shape[0] and column == 0:
                 lse[token, head] = row_lse(row_max, row_sum, stats[2, row * num_splits])
+
+    @cute.jit
+    def _store(self, outputs: tuple, token, head, column, values: cute.Tensor):
+        """Round and write a thread's columns of a row, from `column` on."""
+        out = cute.make_rmem_tensor(self.plan.vector, self.o_dtype)
+        for c in cutlass.range_constexpr(self.plan.vector):
+            out[c] = values[c].to(self.o_dtype)
+        target = row_pointer(outputs[0], token, head) + column
+        cute.autovec_copy(out, cute.make_tensor(target, cute.make_layout(self.plan.vector)))
 
 
 def partial_pointer(workspace: cute.Tensor, index, head_dim: int) -> cute.Pointer:

@@ -778,23 +778,30 @@ class Fmha2Cta:
         cute.arch.sync_warp()
 
     @cute.jit
+    def _load_rows_of_o(self, address: cute.Pointer, thread: Thread, i: Int32, has_keys):
+        """Columns i, 64 of the thread's half, of four rows, by rows; 0 without keys, where nothing
+        was written to O.
+        """
+        coordinates = cute.make_identity_tensor((TMEM_LANES, COLUMNS))
+        columns = address + cute.assume(self.tmem.column("o") + i * COLUMNS, divby=COLUMNS)
+        copy, tensor = make_tmem_copy(
+            tcgen05.Ld16x256bOp, COLUMNS // 8, COLUMNS, columns, thread.index
+        )
+        fragment = cute.make_rmem_tensor(copy.partition_D(coordinates).shape, Float32)
+        fragment.fill(0.0)
+        if has_keys:
+            cute.copy(copy, copy.partition_S(tensor), fragment)
+            cute.arch.fence_view_async_tmem_load()
+        return fragments.by_rows(fragment)
+
+    @cute.jit
     def _store_partial(
         self, ctx: Context2Cta, work: WorkTile, address: cute.Pointer, thread: Thread, has_keys
     ):
         """Write the unnormalised rows to the workspace; a quad writes 32 contiguous bytes."""
         config = self.config
-        coordinates = cute.make_identity_tensor((TMEM_LANES, COLUMNS))
         for i in cutlass.range(COLUMN_BLOCKS, unroll=1):
-            columns = address + cute.assume(self.tmem.column("o") + i * COLUMNS, divby=COLUMNS)
-            copy, tensor = make_tmem_copy(
-                tcgen05.Ld16x256bOp, COLUMNS // 8, COLUMNS, columns, thread.index
-            )
-            fragment = cute.make_rmem_tensor(copy.partition_D(coordinates).shape, Float32)
-            fragment.fill(0.0)
-            if has_keys:
-                cute.copy(copy, copy.partition_S(tensor), fragment)
-                cute.arch.fence_view_async_tmem_load()
-            values = fragments.by_rows(fragment)
+            values = self._load_rows_of_o(address, thread, i, has_keys)
             self._rotate_pairs(ctx, work, thread, values, i)
             for r in cutlass.range_constexpr(4):
                 row, column = fragments.first_of(thread, r)

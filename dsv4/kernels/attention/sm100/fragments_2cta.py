@@ -19,6 +19,7 @@ from dsv4.kernels.kit.tcgen05 import TMEM_LANES, make_tmem_copy
 WARP_ROWS = 32  # rows of which one warp holds a half
 UNIT = 8  # bf16 elements of 16 bytes
 ROW_UNITS = 8  # of a 128-byte swizzle row
+LOADED_ROWS = 4  # of a thread by a load of 16x256b
 
 
 class Thread(NamedTuple):

@@ -10,7 +10,8 @@ from cutlass import BFloat16
 from dsv4.kernels.attention.paged_call import PagedFmhaCall
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.attention.paged_context import PagedArguments
-from dsv4.kernels.attention.paged_plan import multiplies_codes
+from dsv4.kernels.attention.paged_plan import may_round_rows, multiplies_codes
+from dsv4.kernels.attention.sm100.codes_combine import CodesCombine
 from dsv4.kernels.attention.sm100.combine import Combine
 from dsv4.kernels.attention.sm100.costs import variant_of
 from dsv4.kernels.attention.sm100.paged_1cta import PagedFmha1Cta
@@ -28,7 +29,12 @@ class PagedFmhaSm100(PagedFmhaCall):
         variant, _, _ = variant_of(config.head_dim, config.num_query_heads)
         self.variant = PagedFmha2Cta(config) if variant == "2cta" else PagedFmha1Cta(config)
         self.codes = PagedCodes2Cta(config) if multiplies_codes(config) else None
-        self.combine = Combine(config.head_dim, config.num_query_heads, config.sink_mode, BFloat16)
+        self.combine = self._make_combine(config)
+
+    def _make_combine(self, config: PagedFmhaConfig) -> Combine:
+        if may_round_rows(config, self.arch):
+            return CodesCombine(config)
+        return Combine(config.head_dim, config.num_query_heads, config.sink_mode, BFloat16)
 
     @property
     def plan(self):

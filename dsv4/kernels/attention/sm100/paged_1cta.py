@@ -7,13 +7,14 @@ may have no key at all. Scores may have a factor per head, the output may be rot
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
+from cutlass import Float32, Int32, Uint32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from dsv4.kernels.attention import mask
 from dsv4.kernels.attention.gather_fp8 import Fp8Rows
 from dsv4.kernels.attention.key_span import KeySpan
 from dsv4.kernels.attention.paged_context import PagedArguments
+from dsv4.kernels.attention.row_codes import GROUP_PAIRS
 from dsv4.kernels.attention.sm100 import fragments_1cta as fragments
 from dsv4.kernels.attention.sm100.context import Context1Cta
 from dsv4.kernels.attention.sm100.fmha_1cta import ONE, ONE_CTA, WARP_ROWS, Fmha1Cta
@@ -30,6 +31,7 @@ from dsv4.kernels.attention.sm100.work_tile import (
     tma_row_view,
 )
 from dsv4.kernels.attention.softmax import LN_2
+from dsv4.kernels.gemm.config import K_BLOCK
 from dsv4.kernels.kit import pdl
 
 
@@ -55,9 +57,8 @@ class PagedFmha1Cta(PagedVariant, Fmha1Cta):
         q_tma = cute.nvgpu.make_tiled_tma_atom_A(
             load, tma_row_view(q, q.iterator), q_box, q_tile, qk_mma, ONE_CTA
         )
-        params = PagedParams.of(
-            arguments, q_tma, make_output_tma(arguments.o, q.iterator, WARP_ROWS), self.head_blocks
-        )
+        o_tma = make_output_tma(arguments.o, q.iterator, WARP_ROWS)
+        params = PagedParams.of(arguments, q_tma, o_tma, self.head_blocks, self.rounds_rows)
         self._kernel_of(arguments, params).launch(
             grid=(params.work_tiles, 1, 1),
             block=(self.warps.threads, 1, 1),
@@ -157,6 +158,29 @@ class PagedFmha1Cta(PagedVariant, Fmha1Cta):
             mask.mask_words(scores, words, lane)
 
     # ---- epilogue ------------------------------------------------------------------------------
+
+    @cute.jit
+    def _store_output(
+        self,
+        ctx: Context1Cta,
+        copies: fragments.Copies,
+        t_o: cute.Tensor,
+        factor: cute.Tensor,
+        has_keys,
+    ):
+        if cutlass.const_expr(self.rounds_rows):
+            heads, token = self._rows_of_thread(ctx.work), ctx.work.token
+            o_columns = self._output_columns(t_o)
+            words = cute.make_rmem_tensor((GROUP_PAIRS, 2), Uint32)
+            for block in cutlass.range(self.tiling.head_dim // K_BLOCK, unroll=1):
+                for half in cutlass.range_constexpr(K_BLOCK // COLUMNS):
+                    i = block * (K_BLOCK // COLUMNS) + half
+                    args = (ctx, copies, o_columns, i, factor, has_keys)
+                    fragment = self._scaled_columns(*args)
+                    self._pack_columns(fragments.by_rows(fragment), words, half)
+                self._store_codes(ctx.params, token, heads, block, words)
+        else:
+            super()._store_output(ctx, copies, t_o, factor, has_keys)
 
     @cute.jit
     def _rotate(self, ctx: Context1Cta, fragment: cute.Tensor, i: Int32):

@@ -6,16 +6,18 @@ its softmax asks no other CTA.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
+from cutlass import Float32, Int32, Uint32, pipeline
 
 from dsv4.kernels.attention import mask
 from dsv4.kernels.attention.gather_fp8 import Fp8Rows
 from dsv4.kernels.attention.inverse_rope import rope_row, rotate_back, rotation
 from dsv4.kernels.attention.key_span import KeySpan
 from dsv4.kernels.attention.paged_context import PagedArguments
+from dsv4.kernels.attention.row_codes import GROUP_PAIRS
+from dsv4.kernels.attention.sm100 import fragments_2cta as fragments
 from dsv4.kernels.attention.sm100.context import Context2Cta, WorkTile
 from dsv4.kernels.attention.sm100.fmha_2cta import COLUMN_BLOCKS, FRAGMENT_COLUMNS, Fmha2Cta
-from dsv4.kernels.attention.sm100.fragments_2cta import WARP_ROWS, Thread
+from dsv4.kernels.attention.sm100.fragments_2cta import LOADED_ROWS, WARP_ROWS, Thread
 from dsv4.kernels.attention.sm100.paged_context import PagedParams
 from dsv4.kernels.attention.sm100.paged_gather import TmaRows
 from dsv4.kernels.attention.sm100.paged_slots import Slots, TileCount
@@ -23,9 +25,12 @@ from dsv4.kernels.attention.sm100.paged_variant import PagedVariant
 from dsv4.kernels.attention.sm100.plan_1cta import KEYS, ROWS
 from dsv4.kernels.attention.sm100.plan_2cta import HALF_DIM
 from dsv4.kernels.attention.sm100.plan_paged import PagedPlan2Cta
-from dsv4.kernels.attention.sm100.work_tile import PRODUCER, make_output_tma
+from dsv4.kernels.attention.sm100.work_tile import COLUMNS, PRODUCER, make_output_tma
 from dsv4.kernels.attention.softmax import LN_2
+from dsv4.kernels.gemm.config import K_BLOCK
 from dsv4.kernels.kit import pdl
+
+ROUNDED_ROWS = 2  # of a thread at a time: codes of all that it loads would be spilled
 
 
 class PagedFmha2Cta(PagedVariant, Fmha2Cta):
@@ -47,9 +52,8 @@ class PagedFmha2Cta(PagedVariant, Fmha2Cta):
         work tiles.
         """
         q = arguments.q
-        params = PagedParams.of(
-            arguments, q, make_output_tma(arguments.o, q.iterator, WARP_ROWS), self.head_blocks
-        )
+        o = make_output_tma(arguments.o, q.iterator, WARP_ROWS)
+        params = PagedParams.of(arguments, q, o, self.head_blocks, self.rounds_rows)
         self._launch_pairs(arguments, params, stream)
 
     @cute.jit
@@ -185,6 +189,53 @@ class PagedFmha2Cta(PagedVariant, Fmha2Cta):
     # ---- epilogue ------------------------------------------------------------------------------
 
     @cute.jit
+    def _store_output(
+        self,
+        ctx: Context2Cta,
+        work: WorkTile,
+        address: cute.Pointer,
+        thread: Thread,
+        factor: Float32,
+        has_keys,
+    ):
+        if cutlass.const_expr(self.rounds_rows):
+            for block in cutlass.range(HALF_DIM // K_BLOCK, unroll=1):
+                for first in cutlass.range_constexpr(0, LOADED_ROWS, ROUNDED_ROWS):
+                    self._store_group(ctx, work, address, thread, block, first, has_keys)
+        else:
+            super()._store_output(ctx, work, address, thread, factor, has_keys)
+
+    @cute.jit
+    def _store_group(
+        self,
+        ctx: Context2Cta,
+        work: WorkTile,
+        address: cute.Pointer,
+        thread: Thread,
+        block: Int32,
+        first: cutlass.Constexpr[int],
+        has_keys,
+    ):
+        """Write the codes of a group of columns of the thread's half, of its rows from `first`
+        on."""
+        rows = [fragments.first_of(thread, first + row)[0] for row in range(ROUNDED_ROWS)]
+        words = cute.make_rmem_tensor((GROUP_PAIRS, ROUNDED_ROWS), Uint32)
+        for part in cutlass.range_constexpr(K_BLOCK // COLUMNS):
+            i = block * (K_BLOCK // COLUMNS) + part
+            values = self._load_rows_of_o(address, thread, i, has_keys)
+            for row in cutlass.range_constexpr(ROUNDED_ROWS):
+                factor = ctx.smem.row_values[rows[row], 1]
+                for j in cutlass.range_constexpr(COLUMNS // 8):
+                    for c in cutlass.range_constexpr(2):
+                        values[first + row, (c, j)] *= factor
+            if has_keys:
+                self._rotate_pairs(ctx, work, thread, values, i)
+            self._pack_columns(values, words, part, first)
+        heads = [work.head_block * ROWS + row for row in rows]
+        of_head = thread.half * (HALF_DIM // K_BLOCK) + block
+        self._store_codes(ctx.params, work.token, heads, of_head, words)
+
+    @cute.jit
     def _rotate_half(
         self,
         ctx: Context2Cta,
@@ -207,4 +258,4 @@ class PagedFmha2Cta(PagedVariant, Fmha2Cta):
         self, ctx: Context2Cta, work: WorkTile, thread: Thread, values: cute.Tensor, i: Int32
     ):
         if ctx.params.rope.shape[0] > 0 and thread.half == 1 and i == COLUMN_BLOCKS - 1:
-            self._rotate_rows(ctx.params, work, values, 4, thread.lane)
+            self._rotate_rows(ctx.params, work, values, LOADED_ROWS, thread.lane)

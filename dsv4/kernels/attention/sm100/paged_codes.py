@@ -84,7 +84,7 @@ class PagedCodes2Cta(PagedFmha2Cta):
         """As many clusters as run at a time, or as there are tokens."""
         q = arguments.q
         o = make_output_tma(arguments.o, q.iterator, WARP_ROWS, HALF_ROPE)
-        params = PagedParams.of(arguments, q, o, self.head_blocks)
+        params = PagedParams.of(arguments, q, o, self.head_blocks, rounds_rows=False)
         self._launch_pairs(arguments, params, stream)
 
     # ---- device --------------------------------------------------------------------------------

@@ -42,16 +42,20 @@ class PagedParams(NamedTuple):
     num_splits: Int32
     by_splits: cute.FastDivmodDivisorV2
     work_tiles: Int32  # tokens x splits x blocks of heads
+    rounded: tuple[cute.Tensor, ...]  # codes and their scales, where the output becomes those
     # Addresses of the gather descriptors, in the order of `steps`: they are known in the kernel.
     maps: tuple[Int64, ...] = ()
 
     @classmethod
-    def of(cls, arguments: PagedArguments, q, o: cpasync.TmaInfo, head_blocks: int):
+    def of(
+        cls, arguments: PagedArguments, q, o: cpasync.TmaInfo, head_blocks: int, rounds_rows: bool
+    ):
         """Parameters of a launch without the descriptors of the pools; host code.
 
         Args:
             q, o: as the kernel reads and writes them.
             head_blocks: work tiles of a token's split.
+            rounds_rows: whether the output becomes codes.
         """
         names = ("q_factor", "rope", "sink_logits", "lse", "max_logits", "workspace", "num_splits")
         tokens = arguments.q.shape[0]
@@ -65,6 +69,7 @@ class PagedParams(NamedTuple):
             tokens=tokens,
             by_splits=cute.fast_divmod_create_divisor_v2(arguments.num_splits),
             work_tiles=tokens * arguments.num_splits * head_blocks,
+            rounded=(arguments.codes, arguments.code_scales) if rounds_rows else (),
             **{name: getattr(arguments, name) for name in names},
         )
 

@@ -11,10 +11,13 @@ from dsv4.kernels.attention.gather_fp8 import Fp8Rows
 from dsv4.kernels.attention.inverse_rope import rope_row, rotate_back, rotation
 from dsv4.kernels.attention.key_span import BOTH_BRANCHES, KeySpan
 from dsv4.kernels.attention.paged_context import PagedArguments
+from dsv4.kernels.attention.paged_plan import may_round_rows
+from dsv4.kernels.attention.row_codes import GROUP_PAIRS, store_group_codes
 from dsv4.kernels.attention.sm100.paged_context import PagedParams, TileInfo, gather_maps
 from dsv4.kernels.attention.sm100.paged_gather import TmaRows
 from dsv4.kernels.attention.sm100.plan_paged import GATHER_WARPS
 from dsv4.kernels.attention.sm100.work_tile import COLUMNS, WorkTile
+from dsv4.kernels.kit import quant
 
 
 class PagedVariant:
@@ -26,6 +29,11 @@ class PagedVariant:
     def is_fp8(self) -> bool:
         """Whether the pools hold FP8 entries."""
         return self.config.kv_format == "fp8"
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether rows of the output become codes."""
+        return may_round_rows(self.config, "sm_100a")
 
     def _gather_of(self, columns: int, is_pair: bool) -> TmaRows | Fp8Rows:
         """Gather of slices of `columns` columns."""
@@ -71,6 +79,37 @@ class PagedVariant:
         return cute.arch.make_warp_uniform(cute.arch.warp_idx() - first), lane
 
     # ---- epilogue ------------------------------------------------------------------------------
+
+    def _pack_columns(
+        self, values: cute.Tensor, words: cute.Tensor, i: int, first_row: int = 0
+    ) -> None:
+        """Round columns i, 64 of a group of 128, of a thread's rows.
+
+        Args:
+            values: (rows, (2, 8)) of the thread, as TMEM loads give them.
+            words: [pair, row] bf16 pairs of the group, of some rows from `first_row` on.
+        """
+        groups = COLUMNS // 8
+        for row in range(cute.size(words, mode=[1])):
+            for j in range(groups):
+                pair = values[first_row + row, (0, j)], values[first_row + row, (1, j)]
+                words[i * groups + j, row] = quant.pack_bf16(*pair)
+
+    @cute.jit
+    def _store_codes(self, params: PagedParams, token, heads, block, words: cute.Tensor):
+        """Write the codes of a group of a thread's rows.
+
+        Args:
+            heads: of the rows.
+            words: [pair, row] bf16 pairs.
+        """
+        config = self.config
+        for row in cutlass.range_constexpr(cute.size(words, mode=[1])):
+            store_group_codes(
+                *(params.rounded, token, heads[row], block),
+                [words[i, row] for i in range(GROUP_PAIRS)],
+                *(config.num_query_heads, config.head_dim),
+            )
 
     @cute.jit
     def _rotate_rows(

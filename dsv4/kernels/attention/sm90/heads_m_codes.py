@@ -3,10 +3,10 @@
 import cutlass
 from cutlass import cute
 
+from dsv4.kernels.attention.row_codes import GROUP_PAIRS, QUAD, store_group_codes
 from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext
 from dsv4.kernels.attention.sm90.heads_m_epilogue import Epilogue, Staging
 from dsv4.kernels.attention.sm90.plan import HeadsMPlan
-from dsv4.kernels.attention.sm90.row_codes import GROUP_PAIRS, QUAD, store_group_codes
 from dsv4.kernels.gemm.config import K_BLOCK
 from dsv4.kernels.kit import quant
 from dsv4.kernels.kit.epilogue import WARP_ROWS

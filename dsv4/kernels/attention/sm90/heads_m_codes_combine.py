@@ -11,6 +11,7 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.row_codes import GROUP_PAIRS, store_group_codes
 from dsv4.kernels.attention.sm90.heads_m_combine import (
     HeadsMCombine,
     OutputWarp,
@@ -20,7 +21,6 @@ from dsv4.kernels.attention.sm90.heads_m_combine import (
 )
 from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext
 from dsv4.kernels.attention.sm90.plan import HeadsMPlan
-from dsv4.kernels.attention.sm90.row_codes import GROUP_PAIRS, store_group_codes
 from dsv4.kernels.attention.split_kv import FRAGMENT_WORDS, LANE_WORDS, MAX_SPLITS, combine_sizes
 from dsv4.kernels.gemm.config import K_BLOCK
 from dsv4.kernels.kit import quant

@@ -17,7 +17,7 @@ from dsv4.testing.accuracy import assert_same_bits
 from dsv4.testing.attention import Inputs as DenseInputs
 from dsv4.testing.harness import simulator
 from dsv4.testing.paged_attention import Case, Inputs, make_inputs
-from dsv4.testing.paged_kernel import run_case, run_rounded
+from dsv4.testing.paged_kernel import run_case
 
 pytestmark = pytest.mark.stage("D5c")
 
@@ -124,17 +124,6 @@ def _apart(pool: Tensor) -> Tensor:
     wide = pool.new_full((pages, rows * dim + 24), torch.nan)
     view = wide.as_strided(pool.shape, (wide.stride(0), dim, 1))
     return view.copy_(pool)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("heads", "kv_format", "splits"), [(16, "fp8", 1), (72, "bf16", 2)])
-def test_codes_of_rows(heads, kv_format, splits, seed) -> None:
-    """An output in codes is made by a launch behind, of what the kernel without rounding gives."""
-    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    options = {**OPTIONS, "wild": True, "rounds_output": True}
-    case = Case(3, 1, heads, 512, kv_format, 40, 150, 53, 2, **options)
-    for _ in run_rounded(SIMULATOR, case, seed, splits, 6, ("lazy", "random")):
-        pass
 
 
 @pytest.mark.parametrize("size", [(8, 64), *slow((64, 512), (128, 512))])

@@ -1,4 +1,5 @@
-"""e4m3 codes of two terms (`gemm.quantize`) of output rows, in accumulator fragments of wgmma."""
+"""e4m3 codes of two terms (`gemm.quantize`) of output rows, of which a quad of lanes has pairs of
+neighbouring columns, as accumulators of wgmma and loads of 16x256b from TMEM have them."""
 
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, cute
@@ -10,7 +11,7 @@ from dsv4.kernels.kit.epilogue import quad_transpose
 from dsv4.kernels.kit.pointers import pointer_at
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
 
-QUAD = 4  # lanes that hold a row of an accumulator sub-tile, which is a group of a scale
+QUAD = 4  # lanes that hold a row
 GROUP_PAIRS = K_BLOCK // 2 // QUAD  # of neighbouring values, of a lane
 # Byte selectors of a permutation of two words: their lower halves, their upper ones.
 LOWER, UPPER = 0x5410, 0x7632
