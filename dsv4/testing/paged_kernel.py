@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from dsv4.kernels.attention.paged_plan import workspace_size
+from dsv4.kernels.attention.paged_plan import rounds_rows, workspace_size
 from dsv4.ops.attention.sparse_fmha_paged import SPARSE_FMHA_PAGED
 from dsv4.testing.harness import SCHEDULES, Outcome, Target
 from dsv4.testing.paged_attention import (
@@ -83,3 +83,22 @@ def run_rounded(
         outcome = target.run(kernel, inputs.call(scalars, size), schedule, seed)
         assert_codes_of(outcome.outputs, rows["o"])
         yield schedule, outcome
+
+
+def check_rounded(
+    target: Target,
+    case: Case,
+    seed: int,
+    splits: int = 1,
+    ctas: int = 3,
+    schedules: Sequence[str] = SCHEDULES,
+    inputs: Inputs | None = None,
+) -> None:
+    """Run a case as `run_rounded` does. Rows that are rounded on their way are never written.
+
+    Raises:
+        AssertionError: as there, or rows are written or missing.
+    """
+    is_rounded = rounds_rows(case.config, case.tokens, splits, ctas, target.arch)
+    for _, outcome in run_rounded(target, case, seed, splits, ctas, schedules, inputs):
+        assert bool(outcome["o"].isnan().all()) == is_rounded

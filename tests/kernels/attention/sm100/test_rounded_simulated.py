@@ -10,12 +10,10 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import torch
 
-from dsv4.kernels.attention.paged_plan import rounds_rows
-from dsv4.testing.harness import SCHEDULES, Simulator, simulator
-from dsv4.testing.paged_attention import Case, Inputs, assert_codes_of, make_inputs
-from dsv4.testing.paged_kernel import compiled_kernel, run_rounded
+from dsv4.testing.harness import Simulator, simulator
+from dsv4.testing.paged_attention import Case, make_inputs
+from dsv4.testing.paged_kernel import check_rounded, compiled_kernel
 from tests.simulator.helpers.changes import deletions_of
 
 pytestmark = pytest.mark.stage("E")
@@ -27,27 +25,13 @@ OPTIONS = {"ragged": True, "padded": True, "has_rope": True, "rounds_output": Tr
 FORMATS = ("bf16", "fp8")
 
 
-def check(
-    case: Case,
-    seed: int,
-    splits: int = 1,
-    ctas: int = 6,
-    schedules=SCHEDULES,
-    inputs: Inputs | None = None,
-) -> None:
-    """Run in every schedule; rows that are rounded on their way are never written."""
-    is_rounded = rounds_rows(case.config, case.tokens, splits, ctas, "sm_100a")
-    for _, outcome in run_rounded(SIMULATOR, case, seed, splits, ctas, schedules, inputs):
-        assert bool(outcome["o"].isnan().all()) == is_rounded
-
-
 def test_codes_of_rows(seed) -> None:
     """Three tokens of 8 heads, the last one without keys; half a group of rows of codes, and more,
     is of no token."""
     case = Case(3, 1, 8, 128, "bf16", 40, 100, wild=True, has_squares=True, **OPTIONS)
     inputs = make_inputs(case, seed)
     inputs.window_lens[2] = inputs.compressed_lens[2] = 0
-    check(case, seed, schedules=("lazy",), inputs=inputs)
+    check_rounded(SIMULATOR, case, seed, schedules=("lazy",), inputs=inputs)
 
 
 @pytest.mark.slow
@@ -61,7 +45,7 @@ def test_codes_of_latents(splits, heads, kv_format, seed) -> None:
     inputs = make_inputs(case, seed)
     inputs.window_lens[2] = inputs.compressed_lens[2] = 0
     inputs.window_lens[0], inputs.compressed_lens[0] = 3, 0
-    check(case, seed, splits, 4, inputs=inputs)
+    check_rounded(SIMULATOR, case, seed, splits, 4, inputs=inputs)
 
 
 @pytest.mark.slow
@@ -70,54 +54,14 @@ def test_codes_of_latents(splits, heads, kv_format, seed) -> None:
 def test_tables_and_the_gate(heads, splits, kv_format, seed) -> None:
     """Nine splits are three groups of threads of the combine."""
     case = Case(3, 2, heads, 512, kv_format, 70, 600, 61, 64, "table", "swa_gate", **OPTIONS)
-    check(case, seed, splits, schedules=("lazy", "random"))
+    check_rounded(SIMULATOR, case, seed, splits, schedules=("lazy", "random"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compute", ["fp8", "fp8x2"])
 def test_products_of_codes(compute, seed) -> None:
     case = Case(3, 1, 64, 512, "fp8", 40, 150, uniform=True, compute=compute, **OPTIONS)
-    check(case, seed, schedules=("lazy",))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("heads", [64, 128])
-@pytest.mark.parametrize("splits", [1, 2])
-def test_rows_that_are_not_finite(splits, heads, seed) -> None:
-    """A query of NaN, queries of infinity, and a key of it."""
-    case = Case(5, 1, heads, 512, "bf16", 40, 100, rounds_output=True)
-    inputs = make_inputs(case, seed)
-    inputs.q[1, 3, 5], inputs.q[2, 4:9] = torch.nan, torch.inf
-    page, entry = divmod(int(inputs.window_indices[3, 7]), case.window_page)
-    inputs.window_pool[page, entry, 130] = torch.inf
-    exact = replace(inputs, case=replace(case, rounds_output=False))
-    calls = []
-    for one in (exact, inputs):
-        call = one.call((splits, 6, 0, 0), 1 << 20)
-        call.options["max_logits"] = call.outputs.pop("max_logits", torch.empty(0, heads))[:0]
-        kernel = compiled_kernel(SIMULATOR, one.case)
-        calls.append(SIMULATOR.run(kernel, call, "lazy", seed))
-    o = calls[0]["o"]
-    assert o[1:4].isfinite().logical_not().any()
-    assert_codes_of(calls[1].outputs, o)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("heads", [64, 128])
-def test_codes_of_a_token_do_not_depend_on_the_batch(heads, seed) -> None:
-    case = Case(11, 1, heads, 512, "fp8", 40, 100, rounds_output=True)
-    inputs = make_inputs(case, seed)
-    kernel = compiled_kernel(SIMULATOR, case)
-    together = SIMULATOR.run(kernel, inputs.call((1, 4, 0, 0)), "random", seed)
-    some = inputs.of_tokens(slice(8, 11))
-    some = replace(some, case=replace(case, requests=3))
-    alone = SIMULATOR.run(kernel, some.call((1, 2, 0, 0)), "random", seed)
-    for first in (0, 8):
-        of_all = slice(16 + first, 16 + first + 3)
-        assert torch.equal(
-            alone["codes"].view(torch.uint8)[first : first + 3],
-            together["codes"].view(torch.uint8)[of_all],
-        )
+    check_rounded(SIMULATOR, case, seed, schedules=("lazy",))
 
 
 @pytest.mark.slow

@@ -14,10 +14,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4.kernels.attention.paged_plan import rounds_rows
-from dsv4.testing.harness import SCHEDULES, Simulator, simulator
-from dsv4.testing.paged_attention import Case, Inputs, assert_codes_of, make_inputs
-from dsv4.testing.paged_kernel import compiled_kernel, run_rounded
+from dsv4.testing.harness import Simulator, simulator
+from dsv4.testing.paged_attention import Case, make_inputs
+from dsv4.testing.paged_kernel import check_rounded, compiled_kernel
 from tests.simulator.helpers.changes import deletions_of
 
 pytestmark = pytest.mark.stage("H")
@@ -29,26 +28,12 @@ OPTIONS = {"ragged": True, "padded": True, "has_rope": True, "rounds_output": Tr
 CODES = {"rounds_output": True}
 
 
-def check(
-    case: Case,
-    seed: int,
-    splits: int = 1,
-    ctas: int = 3,
-    schedules=SCHEDULES,
-    inputs: Inputs | None = None,
-) -> None:
-    """Run in every schedule; rows that are rounded on their way are never written."""
-    is_rounded = rounds_rows(case.config, case.tokens, splits, ctas, "sm_90a")
-    for _, outcome in run_rounded(SIMULATOR, case, seed, splits, ctas, schedules, inputs):
-        assert bool(outcome["o"].isnan().all()) == is_rounded
-
-
 @pytest.mark.slow
 def test_codes_of_rows(seed) -> None:
     """Head tiles of 40 heads, three key tiles and more; twelve tokens leave half a group of rows
     of codes to no token."""
     case = Case(12, 1, 40, 512, "bf16", 40, 150, wild=True, has_squares=True, **OPTIONS)
-    check(case, seed, schedules=("lazy", "random"))
+    check_rounded(SIMULATOR, case, seed, schedules=("lazy", "random"))
 
 
 @pytest.mark.slow
@@ -60,14 +45,14 @@ def test_codes_of_latents(heads, kv_format, seed) -> None:
     case = Case(4, 1, heads, 512, kv_format, 40, 150, 64, 2, growing=True, wild=True, **OPTIONS)
     inputs = make_inputs(case, seed)
     inputs.window_lens[2] = inputs.compressed_lens[2] = 0
-    check(case, seed, ctas=2, inputs=inputs)
+    check_rounded(SIMULATOR, case, seed, ctas=2, inputs=inputs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
 def test_tables_and_the_gate(kv_format, seed) -> None:
     case = Case(3, 2, 64, 512, kv_format, 70, 150, 61, 64, "table", "swa_gate", **OPTIONS)
-    check(case, seed)
+    check_rounded(SIMULATOR, case, seed)
 
 
 @pytest.mark.slow
@@ -92,7 +77,7 @@ def test_codes_of_splits(heads, tokens, splits, ctas, kv_format, seed) -> None:
     inputs.compressed_lens[0] = 0 if tokens > 1 else 600
     if tokens == 3:
         inputs.window_lens[2] = inputs.compressed_lens[2] = 0
-    check(case, seed, splits, ctas, inputs=inputs)
+    check_rounded(SIMULATOR, case, seed, splits, ctas, inputs=inputs)
 
 
 @pytest.mark.slow
@@ -105,7 +90,7 @@ def test_codes_of_slices(num_splits, ctas, kv_format, seed) -> None:
     options = {"num_splits": num_splits, **OPTIONS}
     tokens = 2 if splits < 5 else 1
     case = Case(tokens, 1, 64, 512, kv_format, 70, 300, 64, 2, "table", "swa_gate", **options)
-    check(case, seed, splits, ctas)
+    check_rounded(SIMULATOR, case, seed, splits, ctas)
 
 
 @pytest.mark.slow
@@ -114,7 +99,7 @@ def test_codes_of_slices(num_splits, ctas, kv_format, seed) -> None:
 def test_what_a_launch_behind_rounds(heads, splits, ctas, kv_format, seed) -> None:
     """Those of swap-AB."""
     case = Case(2, 1, heads, 512, kv_format, 70, 200, wild=True, has_factor=True, **OPTIONS)
-    check(case, seed, splits, ctas, ("lazy", "random"))
+    check_rounded(SIMULATOR, case, seed, splits, ctas, ("lazy", "random"))
 
 
 @pytest.mark.slow
@@ -124,54 +109,14 @@ def test_pieces(splits, seed) -> None:
     case = Case(4, 1, 64, 512, "bf16", 40, 1200, batch_invariant=True, has_rope=True, **CODES)
     lens = torch.tensor([1200, 30, 0, 1180], dtype=torch.int32)
     inputs = replace(make_inputs(case, seed), compressed_lens=lens)
-    check(case, seed, splits, 3, ("lazy",), inputs)
+    check_rounded(SIMULATOR, case, seed, splits, 3, ("lazy",), inputs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compute", ["fp8", "fp8x2"])
 def test_products_of_codes(compute, seed) -> None:
     case = Case(3, 1, 64, 512, "fp8", 40, 150, uniform=True, compute=compute, **OPTIONS)
-    check(case, seed, schedules=("lazy",))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
-def test_rows_that_are_not_finite(kv_format, seed) -> None:
-    """A query of NaN, a query of infinity and a key of each."""
-    case = Case(5, 1, 40, 512, kv_format, 40, 100, **CODES)
-    inputs = make_inputs(case, seed)
-    inputs.q[1, 3, 5], inputs.q[2, 4:9] = torch.nan, torch.inf
-    slot = int(inputs.window_indices[3, 7])
-    page, entry = divmod(slot, case.window_page)
-    if kv_format == "bf16":
-        inputs.window_pool[page, entry, 130] = torch.inf
-    else:  # records of a page come first, of 576 bytes each
-        inputs.window_pool[page].flatten()[entry * 576 + 130] = 0xFF
-    kernel = compiled_kernel(SIMULATOR, case)
-    exact = replace(inputs, case=replace(case, rounds_output=False))
-    rows = compiled_kernel(SIMULATOR, exact.case)
-    scalars = (1, 3, 0, 0)
-    o = SIMULATOR.run(rows, exact.call(scalars), "lazy", seed)["o"]
-    assert o[1:4].isfinite().logical_not().any()
-    found = SIMULATOR.run(kernel, inputs.call(scalars), "lazy", seed)
-    assert_codes_of(found.outputs, o)
-
-
-@pytest.mark.slow
-def test_codes_of_a_token_do_not_depend_on_the_batch(seed) -> None:
-    case = Case(11, 1, 40, 512, "fp8", 40, 100, **CODES)
-    inputs = make_inputs(case, seed)
-    kernel = compiled_kernel(SIMULATOR, case)
-    together = SIMULATOR.run(kernel, inputs.call((1, 3, 0, 0)), "random", seed)
-    some = inputs.of_tokens(slice(8, 11))
-    some = replace(some, case=replace(case, requests=3))
-    alone = SIMULATOR.run(kernel, some.call((1, 2, 0, 0)), "random", seed)
-    for first in (0, 8):
-        own = slice(first, first + 3)
-        of_all = slice(16 + first, 16 + first + 3)
-        assert torch.equal(
-            alone["codes"].view(torch.uint8)[own], together["codes"].view(torch.uint8)[of_all]
-        )
+    check_rounded(SIMULATOR, case, seed, schedules=("lazy",))
 
 
 @pytest.mark.slow
