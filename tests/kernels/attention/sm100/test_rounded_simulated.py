@@ -14,7 +14,8 @@ import pytest
 from dsv4.testing.harness import Simulator, simulator
 from dsv4.testing.paged_attention import Case, make_inputs
 from dsv4.testing.paged_kernel import check_rounded, compiled_kernel
-from tests.simulator.helpers.changes import deletions_of
+from tests.simulator.helpers.changes import NEVER, deletions_of, tried
+from tests.simulator.helpers.mutations import Run
 
 pytestmark = pytest.mark.stage("E")
 
@@ -64,16 +65,30 @@ def test_products_of_codes(compute, seed) -> None:
     check_rounded(SIMULATOR, case, seed, schedules=("lazy",))
 
 
+WAIT = "tcgen05.wait::ld"
+STAGED = {"_store_output", "store_rows", "store_units", "_wait_for_stores"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_format", FORMATS)
 @pytest.mark.parametrize("heads", [64, 128])
-def test_synchronisation_has_the_same_places(heads, kv_format) -> None:
-    """Rows that are rounded pass through no shared memory: nothing is added, and what staged rows
-    need is left out."""
+def test_synchronisation(heads, kv_format, seed) -> None:
+    """Rows that are rounded pass through no shared memory: what staged rows need is left out, and
+    nothing is added but waits for loads of O, each of which is missed."""
     target = Simulator("sm_100a", has_lines=True)
-    case = Case(3, 1, heads, 512, kv_format)
-    exact = compiled_kernel(target, case).artifacts.PTX
-    rounded = compiled_kernel(target, replace(case, rounds_output=True)).artifacts.PTX
-    before, after = (Counter(c.place for c in deletions_of(ptx)) for ptx in (exact, rounded))
-    assert not after - before
-    assert {place[1] for place in before - after} <= {"_store_output", "store_rows", "store_units"}
+    case = Case(3, 1, heads, 512, kv_format, 40, 100, rounds_output=True)
+    exact = compiled_kernel(target, replace(case, rounds_output=False)).artifacts.PTX
+    compiled = compiled_kernel(target, case)
+    changes = deletions_of(compiled.artifacts.PTX)
+    before, after = (Counter(c.place for c in found) for found in (deletions_of(exact), changes))
+    assert {place[0] for place in after - before} == {WAIT}
+    assert {place[1] for place in before - after} <= STAGED
+
+    def prepare() -> tuple[tuple, dict]:
+        call = make_inputs(case, seed).call((1, 4, 0, 0)).poisoned()
+        return call.args, call.options
+
+    waits = [change for change in changes if change.place[0] == WAIT]
+    found = Counter(how for _, how in tried(compiled, [Run(prepare)], waits))
+    # Where O is rescaled, or splits are stored, none is run: those are of rows, too.
+    assert not found[""] and len(waits) - found[NEVER] >= (after - before).total()
