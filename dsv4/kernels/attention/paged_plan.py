@@ -13,6 +13,7 @@ from dsv4.kernels.attention import launch_plan
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.attention.pieces import most_pieces
+from dsv4.kernels.attention.sm100 import costs as sm100_costs
 from dsv4.kernels.attention.split_kv import (
     MAX_SPLITS,
     MOST_SWAP_AB_HEADS,
@@ -62,7 +63,8 @@ def multiplies_codes(config: PagedFmhaConfig) -> bool:
 
 def may_round_rows(config: PagedFmhaConfig, arch: str) -> bool:
     """Whether launches round rows of the output on their way: on Hopper some, those of heads in M,
-    whose quads of lanes hold whole groups of a scale; on Blackwell all."""
+    whose quads of lanes hold whole groups of a scale; on Blackwell those of one CTA, of splits, and
+    of a token for each pair."""
     if not config.rounds_output or multiplies_codes(config):
         return False
     return arch == "sm_100a" or (
@@ -72,8 +74,13 @@ def may_round_rows(config: PagedFmhaConfig, arch: str) -> bool:
 
 
 def always_rounds_rows(config: PagedFmhaConfig, arch: str) -> bool:
-    """Whether all launches do: epilogues and the combine of Blackwell."""
-    return arch == "sm_100a" and may_round_rows(config, arch)
+    """Whether all launches do: those of one CTA of Blackwell."""
+    return arch == "sm_100a" and may_round_rows(config, arch) and not _has_pairs(config)
+
+
+def _has_pairs(config: PagedFmhaConfig) -> bool:
+    """Whether Blackwell's kernel has two CTAs."""
+    return sm100_costs.variant_of(config.head_dim, config.num_query_heads)[0] == "2cta"
 
 
 def rounds_rows(config: PagedFmhaConfig, tokens, num_splits, num_sms, arch: str):
@@ -81,9 +88,11 @@ def rounds_rows(config: PagedFmhaConfig, tokens, num_splits, num_sms, arch: str)
     too."""
     if not may_round_rows(config, arch):
         return False
-    if always_rounds_rows(config, arch):
-        return True
     heads = config.num_query_heads
+    if arch == "sm_100a":
+        # A pair's next token waits for the epilogue, where codes take longer than rows.
+        has_one_token = (num_splits > 1) | (2 * tokens <= num_sms)
+        return True if always_rounds_rows(config, arch) else has_one_token
     if config.batch_invariant:
         tiles = -(-heads // launch_plan.TILE_HEADS)
         return (num_splits == 1) & (2 * tokens * tiles > num_sms)

@@ -310,9 +310,10 @@ def sparse_fmha_paged_fp8(
 
     o in bfloat16 becomes the sum of two e4m3 terms, with one power-of-two scale per 128 channels,
     as `dsv4.ops.code_terms.to_terms` does it: what a launch before `grouped_linear` does of many
-    tokens. Attention does so on its way on Blackwell, and on Hopper with more than 24 heads but for
-    small launches of 32, 64 and 128 heads and batch-invariant ones of long lists. Others, and
-    products of codes, write o into scratch, and a launch behind them rounds it.
+    tokens. Attention does so on its way on Hopper with more than 24 heads, but for small launches
+    of 32, 64 and 128 heads and batch-invariant ones of long lists, and on Blackwell, but for
+    pairs of CTAs with several tokens. Others, and products of codes, write o into scratch, and a
+    launch behind them rounds it.
 
     Args:
         all: as `sparse_fmha_paged` takes them; head_dim is a multiple of 128.

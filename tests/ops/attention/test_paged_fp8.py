@@ -133,6 +133,8 @@ def test_which_launches_round_on_their_way() -> None:
     assert [found(flash, 16, splits) for splits in (2, 3, 5, 9)] == [False, True, True, True]
     assert found(replace(flash, num_splits=1), 2, 1)
     assert found(flash, 128, 1, "sm_100a") and found(few, 1, 3, "sm_100a")
+    assert [found(pro, tokens, 1, "sm_100a") for tokens in (66, 67)] == [True, False]
+    assert found(pro, 67, 2, "sm_100a")
     assert not found(replace(flash, compute="fp8"), 128, 1, "sm_100a")
     assert not found(few, 4096, 1)
     assert not found(replace(flash, compute="fp8"), 4096, 1)
