@@ -35,12 +35,12 @@ class VariantCosts:
 
 
 COSTS = {
-    "1cta": VariantCosts(launch=2.68, tile=1.41, busy=3.17, combine=0.91, partial=2.13),
-    "2cta": VariantCosts(launch=4.19, tile=0.69, busy=2.11, combine=3.00, partial=0.0),
+    "1cta": VariantCosts(launch=2.65, tile=1.41, busy=2.70, combine=0.68, partial=2.07),
+    "2cta": VariantCosts(launch=4.19, tile=0.68, busy=1.63, combine=2.73, partial=0.0),
 }
 # The combine takes longer from this part of the blocks on that run at a time, by so much for all of
 # them: partial rows no longer come from L2, and blocks wait for others to end.
-COMBINE_FREE, COMBINE_BUSY = 0.63, 4.8
+COMBINE_FREE, COMBINE_BUSY = 0.53, 4.75
 
 
 def variant_of(head_dim: int, heads: int) -> tuple[str, int, int]:
