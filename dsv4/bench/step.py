@@ -66,17 +66,6 @@ class Shape:
     batch_invariant: bool = False
     kv_format: str | None = None
 
-    @property
-    def memory_plan(self) -> dict[str, Any]:
-        """What `plan_memory` takes beside the model."""
-        return {
-            "context": self.context,
-            "requests": self.batch,
-            "max_draft": self.drafts,
-            "chunk": self.batch,
-            "kv_format": self.kv_format,
-        }
-
 
 @dataclass(frozen=True)
 class LayerTime:
@@ -151,7 +140,12 @@ def _model_of(shape: Shape) -> tuple:
 
 
 def _plans(config: ModelConfig, shapes: Sequence[Shape]) -> list[MemoryPlan]:
-    return [plan_memory(config, **shape.memory_plan) for shape in shapes]
+    return [
+        plan_memory(
+            config, s.context, s.batch, max_draft=s.drafts, chunk=s.batch, kv_format=s.kv_format
+        )
+        for s in shapes
+    ]
 
 
 class _Bench:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4.kernels.attention.paged_plan import workspace_size
+from dsv4.kernels.attention.paged_plan import rounds_rows, workspace_size
 from dsv4.testing.harness import simulator
 from dsv4.testing.paged_attention import Case, assert_codes_of, make_inputs
 from dsv4.testing.paged_kernel import compiled_kernel
@@ -43,7 +43,9 @@ def test_rows_that_are_not_finite(arch, heads, kv_format, splits, seed) -> None:
     else:  # records of a page come first, of 576 bytes each
         inputs.window_pool[page].flatten()[entry * 576 + 130] = 0xFF
     exact = replace(inputs, case=replace(case, rounds_output=False))
-    scalars = (splits, 6, 0, 0)
+    # So many that pairs of CTAs have a token each, which they round themselves.
+    scalars = (splits, 12, 0, 0)
+    assert rounds_rows(case.config, case.tokens, *scalars[:2], arch)
     outcomes = []
     for one in (exact, inputs):
         call = one.call(scalars, workspace_size(case.config, {"T": case.tokens}, scalars))
@@ -56,13 +58,16 @@ def test_rows_that_are_not_finite(arch, heads, kv_format, splits, seed) -> None:
     assert_codes_of(rounded.outputs, rows["o"])
 
 
-@pytest.mark.parametrize(("arch", "heads"), [("sm_90a", 40), ("sm_100a", 64), ("sm_100a", 128)])
-def test_codes_of_a_token_do_not_depend_on_the_batch(arch, heads, seed) -> None:
+@pytest.mark.parametrize(
+    ("arch", "heads", "ctas"), [("sm_90a", 40, 3), ("sm_100a", 64, 3), ("sm_100a", 128, 24)]
+)
+def test_codes_of_a_token_do_not_depend_on_the_batch(arch, heads, ctas, seed) -> None:
+    """With 24 CTAs pairs round rows themselves, with two a launch behind them does."""
     target = simulator(arch)
     case = Case(11, 1, heads, 512, "fp8", 40, 100, **CODES)
     inputs = make_inputs(case, seed)
     kernel = compiled_kernel(target, case)
-    together = target.run(kernel, inputs.call((1, 3, 0, 0)), "random", seed)
+    together = target.run(kernel, inputs.call((1, ctas, 0, 0)), "random", seed)
     some = inputs.of_tokens(slice(8, 11))
     some = replace(some, case=replace(case, requests=3))
     alone = target.run(kernel, some.call((1, 2, 0, 0)), "random", seed)
