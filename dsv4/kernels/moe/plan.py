@@ -188,6 +188,11 @@ class ProductPlan(RingPlan):
             config.shared_dtype,
         )  # fmt: skip
 
+    def scales_rows_last(self, kind: Kind) -> bool:
+        """Whether the scale of a row of FP4 is that of all its k blocks, so that it multiplies the
+        tile's sums: a power of two, of a product or of their sum."""
+        return kind.dtype == "fp4" and self.scale_form == "row_packed"
+
     @property
     def k_blocks(self) -> int:
         return self.in_features // K_BLOCK

@@ -65,12 +65,6 @@ class WidePlan(ProductPlan):
         return tuple(self._kind(self.expert_dtype, count, is_packed) for count in self.columns)
 
     @property
-    def scales_rows_last(self) -> bool:
-        """Whether the scale of a row of FP4 is that of all its k blocks, so that it multiplies the
-        tile's sums: a power of two, of a product or of their sum."""
-        return self.scale_form == "row_packed"
-
-    @property
     def columns(self) -> tuple[int, ...]:
         """Of the kinds of routed tiles."""
         return COLUMNS[self.tiling.tokens]

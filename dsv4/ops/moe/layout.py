@@ -6,9 +6,9 @@ its inverse gives back every byte. The forms of Hopper differ in the scales of F
 
 * "packed": the least exponent of a row's four groups of a k block, and how far each is above it;
   only where no group is more than `MAX_SPREAD` above, and every exponent is of a normal number;
-* "row_packed": the same, with the least exponent of the whole row in each of its k blocks, so that
-  products of many tokens may multiply by it once; only where no group is more than `MAX_SPREAD`
-  above that;
+* "row_packed": the same by the least exponent of the whole row, so that a tile's sums are multiplied
+  by it once, at their end; only where no group is more than `MAX_SPREAD` above that, and a row has
+  two k blocks, which hold a half of the exponent each;
 * "raw": the four exponents, whatever they are; the kernels then sum every 32 elements by
   themselves.
 
@@ -41,6 +41,7 @@ from dsv4.ops.quantize import NVFP4_BLOCK, pack_e2m1, unpack_e2m1
 QUAD = 4  # lanes that share a row, and elements or bytes of a lane that lie side by side
 HALVES = 2  # of a step's k, 16 elements each
 FP4_GROUPS = 4  # of a k block
+ROW_BLOCKS = 2  # k blocks that hold a half each of a row's exponent
 LEAST_EXPONENT, LARGEST_EXPONENT = 1, 254  # of normal numbers
 TILED = "tiled"
 FORMS = (*FOLDED_FORMS, "raw")
@@ -149,6 +150,8 @@ def fits_packed(scale: Tensor, form: str = "packed") -> Tensor:
     groups = scale.view(torch.uint8).int()
     if form == "packed":
         groups = groups.unflatten(-1, (-1, FP4_GROUPS))
+    elif scale.shape[-1] < ROW_BLOCKS * FP4_GROUPS:
+        return torch.zeros((), dtype=torch.bool, device=scale.device)
     low, high = groups.aminmax(dim=-1)
     is_normal = (low >= LEAST_EXPONENT) & (high <= LARGEST_EXPONENT)
     return (is_normal & (high - low <= MAX_SPREAD)).all()
@@ -176,14 +179,8 @@ def prepare_fp4_scales(scale: Tensor, form: str) -> Tensor:
         return tile_scales(scale)
     ordered = reordered(cut_into(scale.contiguous().view(torch.uint8), _scale_axes(scale)), _SCALE)
     if form in FOLDED_FORMS:
-        low = ordered.amin(-1)  # [.., panel, k block, row]
-        if form == "row_packed":
-            low = low.amin(-2, keepdim=True).expand_as(low)
-        above = ordered - low[..., None]
-        even, odd = above[..., 0::2], above[..., 1::2]
-        ordered = torch.stack(
-            (*(even | odd << 4).unbind(-1), torch.zeros_like(low), low), -1
-        )  # fmt: skip
+        fold = _fold_rows if form == "row_packed" else _fold_blocks
+        ordered = fold(ordered)
     return ordered.reshape(scale.shape).view(scale.dtype)
 
 
@@ -194,9 +191,40 @@ def restore_fp4_scales(prepared: Tensor, form: str) -> Tensor:
     axes = _scale_axes(prepared)
     ordered = cut_into(prepared.contiguous().view(torch.uint8), tuple(axes[i] for i in _SCALE))
     if form in FOLDED_FORMS:
-        pairs, low = ordered[..., :2], ordered[..., 3:]
-        ordered = torch.stack((pairs & 0xF, pairs >> 4), -1).flatten(-2) + low
+        unfold = _unfold_rows if form == "row_packed" else _unfold_blocks
+        ordered = unfold(ordered)
     return reordered(ordered, _SCALE).reshape(prepared.shape).view(prepared.dtype)
+
+
+def _fold_blocks(exponents: Tensor) -> Tensor:
+    """Bytes of "packed" words of exponents [.., k block, row, group]."""
+    low = exponents.amin(-1)
+    above = exponents - low[..., None]
+    even, odd = above[..., 0::2], above[..., 1::2]
+    return torch.stack((*(even | odd << 4).unbind(-1), torch.zeros_like(low), low), -1)
+
+
+def _unfold_blocks(words: Tensor) -> Tensor:
+    pairs, low = words[..., :2], words[..., 3:]
+    return torch.stack((pairs & 0xF, pairs >> 4), -1).flatten(-2) + low
+
+
+def _fold_rows(exponents: Tensor) -> Tensor:
+    """Bytes of "row_packed" words of exponents [.., k block, row, group]."""
+    low = exponents.amin((-3, -1))  # [.., row]
+    above = exponents - low[..., None, :, None]
+    halves = torch.stack((low & 0xF, low >> 4), -2)  # [.., half, row]
+    blocks = torch.arange(exponents.shape[-3], device=exponents.device) % ROW_BLOCKS
+    first, last = above[..., :-1], above[..., -1]
+    last = last << 4 | halves.index_select(-2, blocks)
+    return torch.cat((first, last[..., None]), -1)
+
+
+def _unfold_rows(words: Tensor) -> Tensor:
+    first, last = words[..., :-1], words[..., -1]
+    low = last[..., 0, :] & 0xF | last[..., 1, :] << 4
+    above = torch.cat((first, (last >> 4)[..., None]), -1)
+    return above + low[..., None, :, None]
 
 
 def tile_scales(scale: Tensor) -> Tensor:

@@ -61,12 +61,18 @@ def test_fp4_scales_lie_by_row_of_a_block(form, seed) -> None:
         for block in range(COLUMNS // 128):
             word = int(words[row // 32, block, row % 32]) & 0xFFFFFFFF
             e = exponents[row, block].tolist()
-            row_least = int(exponents[row].min())
-            least = {"packed": min(e), "row_packed": row_least, "raw": 0}[form]
-            fields = [x - least for x in e]
-            width = 8 if form == "raw" else 4
-            wanted = sum(x << width * i for i, x in enumerate(fields)) | least << 24
-            assert word == wanted
+            least = int(exponents[row].min())
+            half = least >> 4 if block % 2 else least & 0xF
+            assert word == {
+                "packed": fields(e, min(e), (0, 4, 8, 12)) | min(e) << 24,
+                "row_packed": fields(e, least, (0, 8, 16, 28)) | half << 24,
+                "raw": fields(e, 0, (0, 8, 16, 24)),
+            }[form]
+
+
+def fields(exponents: list[int], least: int, places: tuple[int, ...]) -> int:
+    """Distances from the least one, at their places in a word."""
+    return sum(e - least << place for e, place in zip(exponents, places))
 
 
 def test_tiles_have_their_rows_one_behind_the_other(seed) -> None:
@@ -133,6 +139,12 @@ def test_what_fits_by_k_block_alone() -> None:
     scale = torch.full((64, 8), 120, dtype=torch.uint8)
     scale[17, 4:] = 108
     scale = scale.view(torch.float8_e8m0fnu)
+    assert layout.fits_packed(scale)
+    assert not layout.fits_packed(scale, "row_packed")
+
+
+def test_a_row_of_one_k_block_has_no_room_for_its_exponent() -> None:
+    scale = torch.full((64, 4), 120, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     assert layout.fits_packed(scale)
     assert not layout.fits_packed(scale, "row_packed")
 

@@ -23,7 +23,7 @@ from dsv4.testing.moe import Case, Inputs, Weight
 pytestmark = pytest.mark.stage("moe")
 
 TOP_K, SCALING, LIMIT, VOCABULARY = 3, 1.7, 4.0, 40
-HIDDEN, INNER, EXPERTS = 128, 256, 8
+HIDDEN, INNER, EXPERTS = 256, 384, 8
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Consumer warpgroups of a grouped product: FP4 decoded into registers, products, promotion."""
 
 import cutlass
-from cutlass import Float32, cute
+from cutlass import Float32, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.kernels.kit import pdl
@@ -10,7 +10,9 @@ from dsv4.kernels.kit.wgmma import gemm
 from dsv4.kernels.moe.layout import PANEL_ROWS, STEPS, TABLE_EXPONENT
 from dsv4.kernels.moe.plan import Kind, ProductPlan
 from dsv4.kernels.moe.sm90.context import ProductContext, WorkTile, read_schedule, tile_mma
-from dsv4.kernels.moe.sm90.fragments import load_fragment, packed_scale, raw_scale
+from dsv4.kernels.moe.sm90.fragments import load_fragment, packed_scale, raw_scale, row_scale
+
+LIFT = 2.0**-TABLE_EXPONENT  # of packed FP4 codes
 
 
 class Consumers:
@@ -70,6 +72,8 @@ class Consumers:
         ]
         sums = cute.make_rmem_tensor(cute.size(accs[0]), Float32)
         sums.fill(0.0)
+        row_words = cute.make_rmem_tensor((2, 2), Uint32)
+        row_words.fill(0)
         columns = self.epilogue.load_columns(ctx, kind, is_shared, tile, lane)
         for step in cutlass.range(tile.steps(kind), unroll=1):
             ring.wait(cursor)
@@ -78,23 +82,30 @@ class Consumers:
                 cute.arch.fence_view_async_shared()
             tail = plan.k_blocks % kind.blocks
             if cutlass.const_expr(tail == 0):
-                self._blocks(ctx, kind, sums, accs, warp, lane, cursor, kind.blocks)
+                self._blocks(ctx, kind, sums, accs, row_words, warp, lane, cursor, kind.blocks)
             elif step == kind.steps - 1:
-                self._blocks(ctx, kind, sums, accs, warp, lane, cursor, tail)
+                self._blocks(ctx, kind, sums, accs, row_words, warp, lane, cursor, tail)
             else:
-                self._blocks(ctx, kind, sums, accs, warp, lane, cursor, kind.blocks)
+                self._blocks(ctx, kind, sums, accs, row_words, warp, lane, cursor, kind.blocks)
             ring.release(cursor, lane)
             cursor = ring.next(cursor)
+        if cutlass.const_expr(plan.scales_rows_last(kind)):
+            self._scale_rows(kind, sums, row_words)
         self.epilogue.store(ctx, kind, is_shared, sums, columns, tile, warp, lane)
         return cursor
 
     @cute.jit
     def _blocks(
         self, ctx: ProductContext, kind: cutlass.Constexpr, sums: cute.Tensor,
-        accs: cutlass.Constexpr, warp, lane, cursor: Cursor, count: cutlass.Constexpr,
+        accs: cutlass.Constexpr, row_words: cute.Tensor, warp, lane, cursor: Cursor,
+        count: cutlass.Constexpr,
     ):  # fmt: skip
         """Add the products of a stage's first k blocks: the next ones are decoded while the tensor
-        core has those before."""
+        core has those before.
+
+        Args:
+            row_words: scale words of FP4 [panel, parity of the k block], replaced by the last ones.
+        """
         if cutlass.const_expr(kind.is_summed_by_step):
             for block in cutlass.range_constexpr(count):
                 self._block_by_step(ctx, kind, sums, accs[0], warp, lane, cursor, block)
@@ -107,6 +118,9 @@ class Consumers:
                         ctx.smem, self.plan, cursor.stage, block, kind, warp, lane
                     )
                     words.append(of_block)
+                    if cutlass.const_expr(self.plan.scales_rows_last(kind)):
+                        for panel in cutlass.range_constexpr(2):
+                            row_words[panel, block % 2] = of_block[panel]
                     b = self._tokens(ctx, kind, cursor.stage, block)
                     warpgroup.fence()
                     gemm(
@@ -146,7 +160,9 @@ class Consumers:
         return b[None, None, None, stage * (self.plan.x_rows // kind.tokens) + block]
 
     def _weight_scales(self, ctx: ProductContext, kind: Kind, stage, block: int, words):
-        """Of the rows g and g + 8 of a lane."""
+        """Of the rows g and g + 8 of a lane; None where they are left to the tile's sums."""
+        if self.plan.scales_rows_last(kind):
+            return None
         if kind.dtype == "fp4":
             return [packed_scale(word) for word in words]
         first = ctx.smem.block_scale + (stage * self.plan.block_scales + 2 * block)
@@ -157,9 +173,10 @@ class Consumers:
         self, ctx: ProductContext, kind: cutlass.Constexpr, sums: cute.Tensor, acc: cute.Tensor,
         weight_scales, stage, block: cutlass.Constexpr, lane,
     ):  # fmt: skip
-        """sums += acc * (activation scale of the column * weight scale of the row)."""
+        """sums += acc * (activation scale of the column * weight scale of the row), or without the
+        row's."""
         # Packed codes are times 2^-5; the factor must not overflow before the activation's.
-        lift = 2.0**-TABLE_EXPONENT if kind.dtype == "fp4" and kind.is_packed else 1.0
+        lift = LIFT if kind.dtype == "fp4" and kind.is_packed else 1.0
         first_scale = stage * self.plan.x_rows + block * kind.tokens
         for n in cutlass.range_constexpr(kind.column_groups):
             pair = cute.make_rmem_tensor(2, Float32)
@@ -168,5 +185,20 @@ class Consumers:
             for c in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
                     i = n * 4 + r * 2 + c
-                    factor = pair[c] * lift * weight_scales[r]
+                    factor = pair[c]
+                    if cutlass.const_expr(weight_scales is not None):
+                        factor = factor * lift * weight_scales[r]
                     sums[i] = sums[i] + acc[i] * factor
+
+    @cute.jit
+    def _scale_rows(self, kind: cutlass.Constexpr, sums: cute.Tensor, words: cute.Tensor):
+        """sums *= scale of the row, with the factor of its codes.
+
+        Args:
+            words: as `row_words` of `_blocks`; a stage has an even number of k blocks.
+        """
+        for n in cutlass.range_constexpr(kind.column_groups):
+            for c in cutlass.range_constexpr(2):
+                for r in cutlass.range_constexpr(2):
+                    i = n * 4 + r * 2 + c
+                    sums[i] = sums[i] * LIFT * row_scale(words[r, 0], words[r, 1])

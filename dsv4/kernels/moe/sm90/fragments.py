@@ -19,6 +19,7 @@ from dsv4.kernels.moe.sm90.context import DTYPE, Smem, scale_offset, weight_offs
 SIGNS = 0x80808080
 MAGNITUDES = 0x77777777
 EXPONENT_BITS = 0x7F800000
+LOWER_EXPONENT_BITS, UPPER_EXPONENT_BITS = 0x07800000, 0x78000000
 WORDS = 4  # of a step: 16 e4m3 codes of a thread
 LANE_WORDS = VECTOR_BYTES // 4
 WARP = 32
@@ -96,7 +97,7 @@ def fill_fragment(
             for step in range(STEPS):
                 low, high = Uint32(TABLE_LOW), Uint32(TABLE_HIGH)
                 if kind.is_packed:
-                    above = (scale >> (4 * step)) & 0xF
+                    above = _above(scale, step, plan.scales_rows_last(kind))
                     low, high = low + above * STEP_LOW, high + above * STEP_HIGH
                 else:
                     low, high = low + RAW_EXPONENT * STEP_LOW, high + RAW_EXPONENT * STEP_HIGH
@@ -113,6 +114,22 @@ def fill_fragment(
                     fragment[panel, step] = words[2 * i]
                     fragment[2 + panel, step] = words[2 * i + 1]
     return scales
+
+
+def _above(scale: Uint32, step: int, is_row_packed: bool) -> Uint32:
+    """How far a group of a packed word is above its common exponent."""
+    if not is_row_packed:
+        return (scale >> (4 * step)) & 0xF
+    if step == STEPS - 1:
+        return scale >> 28
+    return permute(scale, Uint32(0), Uint32(0x4440 + step))
+
+
+def row_scale(even: Uint32, odd: Uint32) -> Float32:
+    """2^(least exponent - 127) of a row, of words of an even and an odd k block."""
+    return (((even >> 1) & LOWER_EXPONENT_BITS) | ((odd << 3) & UPPER_EXPONENT_BITS)).bitcast(
+        Float32
+    )
 
 
 def packed_scale(word: Uint32) -> Float32:

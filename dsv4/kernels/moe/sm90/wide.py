@@ -4,7 +4,7 @@ tensor cores have the one before."""
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.kernels.gemm.sm90.activations import scale_value
@@ -21,6 +21,7 @@ from dsv4.kernels.moe.sm90.fragments import (
     operand,
     packed_scale,
     raw_scale,
+    row_scale,
 )
 from dsv4.kernels.moe.sm90.load_warp import LoadWarp
 from dsv4.kernels.moe.sm90.wide_context import (
@@ -201,7 +202,8 @@ class WideTileConsumers:
         view: TileView, cursor: Cursor,
     ):  # fmt: skip
         """Two operands in turn: one is filled while the tensor cores have the other."""
-        operands = [(make_fragment(), cute.make_rmem_tensor(2, Float32)) for _ in range(2)]
+        dtype = Uint32 if self.plan.scales_rows_last(kind) else Float32
+        operands = [(make_fragment(), cute.make_rmem_tensor(2, dtype)) for _ in range(2)]
         factors = self._first_factors(ctx, kind, view)
         ctx.pipes.ring.wait(cursor)
         self._fill(ctx, kind, operands[0], factors, view, Int32(0), cursor.stage)
@@ -222,8 +224,8 @@ class WideTileConsumers:
         last = operands[followed % 2]
         self._multiply(ctx, kind, acc, last, view, Int32(followed), cursor)
         cursor = self._add(ctx, kind, sums, acc, last, view, cursor)
-        if cutlass.const_expr(self._scales_rows_last(kind)):
-            self._scale_rows(kind, sums, last[1])
+        if cutlass.const_expr(self.plan.scales_rows_last(kind)):
+            self._scale_rows(kind, sums, *(words for _, words in operands))
         ring = ctx.pipes.ring
         ring.release_to(ring.previous(cursor), view.lane, self.plan.sharing)
         return cursor
@@ -250,21 +252,20 @@ class WideTileConsumers:
     ):  # fmt: skip
         """Add the products of a k block."""
         warpgroup.wait_group(0)
-        factors = None if self._scales_rows_last(kind) else now[1]
+        factors = None if self.plan.scales_rows_last(kind) else now[1]
         self._promote(ctx, kind, sums, acc, factors, view, cursor.stage)
         return ctx.pipes.ring.next(cursor)
 
-    def _scales_rows_last(self, kind) -> bool:
-        return kind.dtype == "fp4" and self.plan.scales_rows_last
-
     @cute.jit
-    def _scale_rows(self, kind: cutlass.Constexpr, sums: cute.Tensor, factors: cute.Tensor):
-        """sums *= scale of the row."""
+    def _scale_rows(
+        self, kind: cutlass.Constexpr, sums: cute.Tensor, even: cute.Tensor, odd: cute.Tensor
+    ):
+        """sums *= scale of the row, of scale words of an even and an odd k block."""
         for n in cutlass.range_constexpr(kind.column_groups):
             for c in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
                     i = n * 4 + r * 2 + c
-                    sums[i] = sums[i] * factors[r]
+                    sums[i] = sums[i] * row_scale(even[r], odd[r])
 
     @cute.jit
     def _fill_next(
@@ -277,13 +278,14 @@ class WideTileConsumers:
 
     @cute.jit
     def _fill(self, ctx: WideContext, kind: cutlass.Constexpr, into, factors, view, step, stage):
-        """Decode or load a k block, and the factors of its rows; of FP8 those of the next one are
-        on their way meanwhile."""
+        """Decode or load a k block, and the factors of its rows, or words of these; of FP8 those of
+        the next one are on their way meanwhile."""
         fragment, scales = into
         words = fill_fragment(fragment, ctx.smem, self.plan, stage, 0, kind, view.warp, view.lane)
         if cutlass.const_expr(kind.dtype == "fp4"):
+            is_word = cutlass.const_expr(self.plan.scales_rows_last(kind))
             for panel in cutlass.range_constexpr(2):
-                scales[panel] = packed_scale(words[panel])
+                scales[panel] = words[panel] if is_word else packed_scale(words[panel])
         else:
             for panel in cutlass.range_constexpr(2):
                 scales[panel] = scale_value(factors[panel][0])
