@@ -6,9 +6,9 @@ its inverse gives back every byte. The forms of Hopper differ in the scales of F
 
 * "packed": the least exponent of a row's four groups of a k block, and how far each is above it;
   only where no group is more than `MAX_SPREAD` above, and every exponent is of a normal number;
-* "row_packed": the same by the least exponent of the whole row, so that a tile's sums are multiplied
-  by it once, at their end; only where no group is more than `MAX_SPREAD` above that, and a row has
-  two k blocks, which hold a half of the exponent each;
+* "row_packed": the same by the least exponent of the whole row, so that a tile's sums are
+  multiplied by it once, at their end; only where no group is more than `MAX_SPREAD` above that, and
+  a row has two k blocks, which hold a half of the exponent each;
 * "raw": the four exponents, whatever they are; the kernels then sum every 32 elements by
   themselves.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +19,10 @@ pytestmark = pytest.mark.stage("moe")
 FEW_SMS = 1  # rings wrap
 CASE = Case(11, 256, 384, 4, 2, one_expert=True, has_missing=True, live=10)
 RAW = Case(3, 256, 128, 4, 2, spread=20)
+BY_ROW = Case(3, 256, 384, 4, 2, is_row_packed=True)
 # Tiles of more than one kind, and groups that begin at odd places.
 MANY = Case(41, 256, 384, 4, 2, one_expert=True, live=40)
+MANY_BY_ROW = replace(MANY, is_row_packed=True)
 
 
 class Bug(NamedTuple):
@@ -114,6 +117,23 @@ BUGS: dict[str, Bug] = {
     "groups of raw weights scaled alike": Bug(
         at("raw_scale").expression("8 * step").replace("0"),
         RAW,
+    ),
+    "a row's exponent of one k block": Bug(
+        at("row_scale").expression("odd << 3").replace("even << 3"),
+        BY_ROW,
+    ),
+    "every group as far above its row as the first": Bug(
+        at("fragments:_above").expression("0x4440 + step").replace("0x4440"),
+        BY_ROW,
+    ),
+    "a row's exponent left out": Bug(
+        at("Consumers._tile").call("self._scale_rows").delete(),
+        BY_ROW,
+    ),
+    "many tokens: a row's exponent left out": Bug(
+        at("WideTileConsumers._sum").call("self._scale_rows").delete(),
+        MANY_BY_ROW,
+        WIDE,
     ),
     "experts that a token lacks are added": Bug(
         at("Combine.kernel").expression("experts[place] >= 0").replace("(token >= 0)"),
@@ -211,7 +231,10 @@ def test_bug_is_noticed(tmp_path: Path, name: str, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tiling", "case"),
-    [(0, CASE), (JOINT, CASE), (0, RAW), (JOINT, RAW), (WIDE, MANY)],
+    [
+        *((tiling, case) for tiling in (0, JOINT) for case in (CASE, RAW, BY_ROW)),
+        *((WIDE, case) for case in (MANY, MANY_BY_ROW)),
+    ],
     ids=str,
 )
 def test_without_a_bug_nothing_is_noticed(
