@@ -63,11 +63,14 @@ def test_fp4_scales_lie_by_row_of_a_block(form, seed) -> None:
             e = exponents[row, block].tolist()
             least = int(exponents[row].min())
             half = least >> 4 if block % 2 else least & 0xF
-            assert word == {
-                "packed": fields(e, min(e), (0, 4, 8, 12)) | min(e) << 24,
-                "row_packed": fields(e, least, (0, 8, 16, 28)) | half << 24,
-                "raw": fields(e, 0, (0, 8, 16, 24)),
-            }[form]
+            assert (
+                word
+                == {
+                    "packed": fields(e, min(e), (0, 4, 8, 12)) | min(e) << 24,
+                    "row_packed": fields(e, least, (0, 8, 16, 28)) | half << 24,
+                    "raw": fields(e, 0, (0, 8, 16, 24)),
+                }[form]
+            )
 
 
 def fields(exponents: list[int], least: int, places: tuple[int, ...]) -> int:
