@@ -15,7 +15,7 @@ four groups in bits 24 to 31, and how far each one is above it, 4 bits from bit 
 "row_packed", how far each one is above the least exponent of the whole row, a byte each of the
 first three, bits 28 to 31 of the last, so that one instruction takes each out; in bits 24 to 27
 the lower half of that exponent, in every second block from the second one on the upper half;
-"raw", the four E8M0 bytes.
+"raw", the four E8M0 bytes. A distance of 15 is that of a group without values.
 
 FP8, a block of 4 KB [unit (4), half (2), lane (32), step (2), 16 k (2)] of words: the four codes
 from k = 32 (2 half + step) + 16 (word) + 4 (l % 4) on. FP8 scales lie as in the checkpoint.

@@ -12,6 +12,10 @@ its inverse gives back every byte. The forms of Hopper differ in the scales of F
 * "raw": the four exponents, whatever they are; the kernels then sum every 32 elements by
   themselves.
 
+A group without values has the exponent that the official quantiser gives it, `EMPTY_EXPONENT`
+(model.py's floor of the largest magnitude, 6 * 2^-126), far below all others. It fits both packed
+forms: a distance of its own stands for it, and zeros stay zeros whatever their group's scale is.
+
 "tiled" is the form of Blackwell, whatever the scales are. On Hopper NVFP4 and bf16 weights have one
 form, "packed": see `bf16_layout`.
 
@@ -43,6 +47,7 @@ HALVES = 2  # of a step's k, 16 elements each
 FP4_GROUPS = 4  # of a k block
 ROW_BLOCKS = 2  # k blocks that hold a half each of a row's exponent
 LEAST_EXPONENT, LARGEST_EXPONENT = 1, 254  # of normal numbers
+EMPTY_EXPONENT, EMPTY_DISTANCE = LEAST_EXPONENT, 15  # of a group without values
 TILED = "tiled"
 FORMS = (*FOLDED_FORMS, "raw")
 
@@ -145,14 +150,16 @@ def restore_fp8_codes(prepared: Tensor) -> Tensor:
 
 
 def fits_packed(scale: Tensor, form: str = "packed") -> Tensor:
-    """Whether E8M0 scales [..., M, K / 32] of a tensor can be "packed" or "row_packed": a boolean,
-    on its device."""
+    """Whether E8M0 scales [..., M, K / 32] of a tensor can be "packed" or "row_packed", if groups
+    of `EMPTY_EXPONENT` have no values: a boolean, on its device."""
     groups = scale.view(torch.uint8).int()
     if form == "packed":
         groups = groups.unflatten(-1, (-1, FP4_GROUPS))
     elif scale.shape[-1] < ROW_BLOCKS * FP4_GROUPS:
         return torch.zeros((), dtype=torch.bool, device=scale.device)
-    low, high = groups.aminmax(dim=-1)
+    is_empty = groups == EMPTY_EXPONENT
+    low = groups.masked_fill(is_empty, LARGEST_EXPONENT).amin(-1)
+    high = groups.masked_fill(is_empty, LEAST_EXPONENT).amax(-1)
     is_normal = (low >= LEAST_EXPONENT) & (high <= LARGEST_EXPONENT)
     return (is_normal & (high - low <= MAX_SPREAD)).all()
 
@@ -198,21 +205,21 @@ def restore_fp4_scales(prepared: Tensor, form: str) -> Tensor:
 
 def _fold_blocks(exponents: Tensor) -> Tensor:
     """Bytes of "packed" words of exponents [.., k block, row, group]."""
-    low = exponents.amin(-1)
-    above = exponents - low[..., None]
+    low = _least(exponents, -1)
+    above = _distances(exponents, low[..., None])
     even, odd = above[..., 0::2], above[..., 1::2]
     return torch.stack((*(even | odd << 4).unbind(-1), torch.zeros_like(low), low), -1)
 
 
 def _unfold_blocks(words: Tensor) -> Tensor:
     pairs, low = words[..., :2], words[..., 3:]
-    return torch.stack((pairs & 0xF, pairs >> 4), -1).flatten(-2) + low
+    return _exponents(torch.stack((pairs & 0xF, pairs >> 4), -1).flatten(-2), low)
 
 
 def _fold_rows(exponents: Tensor) -> Tensor:
     """Bytes of "row_packed" words of exponents [.., k block, row, group]."""
-    low = exponents.amin((-3, -1))  # [.., row]
-    above = exponents - low[..., None, :, None]
+    low = _least(exponents, (-3, -1))  # [.., row]
+    above = _distances(exponents, low[..., None, :, None])
     halves = torch.stack((low & 0xF, low >> 4), -2)  # [.., half, row]
     blocks = torch.arange(exponents.shape[-3], device=exponents.device) % ROW_BLOCKS
     first, last = above[..., :-1], above[..., -1]
@@ -224,7 +231,22 @@ def _unfold_rows(words: Tensor) -> Tensor:
     first, last = words[..., :-1], words[..., -1]
     low = last[..., 0, :] & 0xF | last[..., 1, :] << 4
     above = torch.cat((first, (last >> 4)[..., None]), -1)
-    return above + low[..., None, :, None]
+    return _exponents(above, low[..., None, :, None])
+
+
+def _least(exponents: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+    """The least one of groups with values; of none, theirs: zeros times a large scale and that of
+    an activation would be NaN."""
+    low = exponents.masked_fill(exponents == EMPTY_EXPONENT, LARGEST_EXPONENT).amin(dims)
+    return low.masked_fill(exponents.amax(dims) == EMPTY_EXPONENT, EMPTY_EXPONENT)
+
+
+def _distances(exponents: Tensor, low: Tensor) -> Tensor:
+    return (exponents - low).masked_fill(exponents == EMPTY_EXPONENT, EMPTY_DISTANCE)
+
+
+def _exponents(distances: Tensor, low: Tensor) -> Tensor:
+    return (distances + low).masked_fill(distances == EMPTY_DISTANCE, EMPTY_EXPONENT)
 
 
 def tile_scales(scale: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from dsv4.ops.moe import layout
 from dsv4.ops.quantize import dequantize_e2m1, dequantize_e4m3_blocks
 
 MATRICES = ("w1", "w3", "w2")
+E2M1_MAGNITUDES = 0x77  # of two codes in a byte
 E4M3_NAN = 0x7F  # without its sign
 # Bound on the elements that are moved at once: a temporary copy stays small beside the weights.
 MAX_MOVED = 1 << 27
@@ -109,7 +110,7 @@ def decoded(
 
 def choose_form(weights: GatedWeights, forms: tuple[str, ...]) -> str:
     """The form that routed experts can be prepared in, of those that kernels read: "row_packed" or
-    "packed" only where all FP4 scales fit it.
+    "packed" only where all FP4 scales fit it, and groups that count as empty are.
 
     Reads the scales back: for loading, not for steps.
 
@@ -127,8 +128,16 @@ def choose_form(weights: GatedWeights, forms: tuple[str, ...]) -> str:
     for form in ("row_packed", "packed"):
         fits = [layout.fits_packed(scale, form) for scale in weights.scales]
         if bool(torch.stack(fits).all()):
-            return form
+            pairs = zip(weights.codes, weights.scales)
+            return "raw" if any(_has_tiny_values(*pair) for pair in pairs) else form
     return "raw"
+
+
+def _has_tiny_values(codes: Tensor, scale: Tensor) -> bool:
+    """Whether a group that counts as empty by its exponent has a value: a code that is not zero."""
+    groups = codes.view(torch.uint8).unflatten(-1, (scale.shape[-1], -1))
+    is_empty = scale.view(torch.uint8) == layout.EMPTY_EXPONENT
+    return bool((groups[is_empty] & E2M1_MAGNITUDES).any())
 
 
 def _check_nvfp4(weights: GatedWeights, is_tiled: bool) -> None:

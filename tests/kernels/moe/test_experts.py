@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from dsv4.kernels.moe.config import ExpertsConfig
+from dsv4.ops.moe.layout import EMPTY_EXPONENT
 from dsv4.ops.moe.op import PLANS
 from dsv4.testing.harness import (
     Device,
@@ -152,14 +153,20 @@ def test_other_weights(target, case, seed) -> None:
         assert_experts_close(run(target, inputs, tiling, seed), inputs)
 
 
-def shift_rows(inputs: Inputs) -> None:
+def vary_rows(inputs: Inputs) -> None:
     """Take half of the rows' weights times 1/2: of w1 and w3 the upper halves of their least
-    exponents, which words of other k blocks hold than the lower ones, differ."""
+    exponents, which words of other k blocks hold than the lower ones, differ. Leave groups of a row
+    without values, and a whole row."""
     for weight in inputs.routed.values():
         exponents = weight.scale.view(torch.uint8)
         exponents -= (torch.arange(exponents.shape[-2]) % 2).byte()[:, None]
     least = inputs.routed["w1"].scale.view(torch.uint8).amin(-1)
     assert len((least >> 4).unique()) > 1 and len((least & 0xF).unique()) > 1, least.unique()
+    for weight in inputs.routed.values():
+        groups = weight.codes.unflatten(-1, (weight.scale.shape[-1], -1))
+        for row, places in ((3, slice(2, 6)), (17, slice(None))):
+            groups[:, row, places] = 0
+            weight.scale.view(torch.uint8)[:, row, places] = EMPTY_EXPONENT
 
 
 @pytest.mark.slow
@@ -175,7 +182,7 @@ def test_one_exponent_a_row_changes_no_bit(tokens, seed) -> None:
         for is_row_packed in (False, True)
     )
     for inputs in (by_block, by_row):
-        shift_rows(inputs)
+        vary_rows(inputs)
     expected = run(target, by_block, choose(target, case, tokens), seed)
     assert_experts_close(expected, by_block)
     for tiling in range(len(tilings(target, case.config))):

@@ -50,7 +50,7 @@ def test_fp8_codes_lie_where_lanes_read_them(seed) -> None:
 @pytest.mark.parametrize("form", layout.FORMS)
 def test_fp4_scales_lie_by_row_of_a_block(form, seed) -> None:
     blocks = 1 if form == "row_packed" else COLUMNS // 128
-    low = torch.randint(1, 244, (ROWS, blocks, 1), dtype=torch.uint8)
+    low = torch.randint(2, 244, (ROWS, blocks, 1), dtype=torch.uint8)
     above = torch.randint(0, 12, (ROWS, COLUMNS // 128, 4), dtype=torch.uint8)
     scale = (low + above).view(ROWS, -1).view(torch.float8_e8m0fnu)
     assert layout.fits_packed(scale)
@@ -128,7 +128,7 @@ def test_every_byte_comes_back(lead, seed) -> None:
         assert torch.equal(back(moved).view(torch.uint8), tensor.view(torch.uint8))
 
 
-@pytest.mark.parametrize("exponents", [(100, 112, 100, 100), (0, 1, 2, 3), (255, 250, 250, 250)])
+@pytest.mark.parametrize("exponents", [(100, 112, 100, 100), (0, 2, 3, 4), (255, 250, 250, 250)])
 def test_what_does_not_fit_the_packed_form(exponents) -> None:
     scale = torch.full((64, 8), 120, dtype=torch.uint8)
     assert layout.fits_packed(scale.view(torch.float8_e8m0fnu))
@@ -144,6 +144,26 @@ def test_what_fits_by_k_block_alone() -> None:
     scale = scale.view(torch.float8_e8m0fnu)
     assert layout.fits_packed(scale)
     assert not layout.fits_packed(scale, "row_packed")
+
+
+@pytest.mark.parametrize("form", ["packed", "row_packed"])
+def test_groups_without_values_fit(form) -> None:
+    """They have the exponent 1; a row of the second k block has no others, and one of neither."""
+    exponents = torch.full((64, 3, 4), 120, dtype=torch.uint8)
+    exponents[:, :, 1] = 117
+    exponents[5, 1, 2], exponents[6, 1], exponents[7] = 1, 1, 1
+    scale = exponents.view(64, 12).view(torch.float8_e8m0fnu)
+    assert layout.fits_packed(scale, form)
+    prepared = layout.prepare_fp4_scales(scale, form)
+    words = words_of(prepared, 2, 3, 32)
+    places = (0, 4, 8, 12) if form == "packed" else (0, 8, 16, 28)
+    for row, distances in ((4, [3, 0, 3, 3]), (5, [3, 0, 15, 3]), (6, [15] * 4), (7, [15] * 4)):
+        word = int(words[0, 1, row]) & 0xFFFFFFFF
+        assert [word >> place & 0xF for place in places] == distances, row
+        if form == "packed":
+            assert word >> 24 == {4: 117, 5: 117, 6: 1, 7: 1}[row], row
+    restored = layout.restore_fp4_scales(prepared, form)
+    assert torch.equal(restored.view(torch.uint8), scale.view(torch.uint8))
 
 
 def test_a_row_of_one_k_block_has_no_room_for_its_exponent() -> None:
