@@ -175,42 +175,6 @@ def test_prepared_weights_are_the_same_weights(
     assert all(map(torch.equal, before, after))
 
 
-def test_one_row_that_has_no_exponent_of_its_own_packs_all_by_k_block(seed) -> None:
-    layer = Layer(case_of(20), seed)
-    assert choose_form(layer.experts, op.FORMS["sm_90a"]) == "row_packed"
-    # A row of one expert, of one matrix: a k block is 12 below the other.
-    scale = layer.experts.w2_scale.view(torch.uint8)
-    scale[2, 7, 4:8] = scale[2, 7, :4].max() - 12
-    expected = layer()
-    layer.form = choose_form(layer.experts, op.FORMS["sm_90a"])
-    assert layer.form == "packed"
-    for weights in (layer.experts, layer.shared):
-        prepare_(weights, layer.form)
-    assert torch.equal(layer(), expected)
-
-
-@pytest.mark.parametrize("has_value", [False, True])
-def test_a_group_without_values_changes_no_form(has_value, seed) -> None:
-    """Its exponent is 1, the floor of the official quantiser; of -0 and 0, unless it has a value."""
-    layer = Layer(case_of(20), seed)
-    codes, scale = layer.experts.w3, layer.experts.w3_scale.view(torch.uint8)
-    scale[1, 3, 5] = 1
-    codes[1, 3, 80:96] = torch.tensor([0, -128, 8, -120] * 4, dtype=torch.int8)
-    if has_value:
-        codes[1, 3, 90] = 1
-    expected = layer()
-    layer.form = choose_form(layer.experts, op.FORMS["sm_90a"])
-    assert layer.form == ("raw" if has_value else "row_packed")
-    before = [tensor.view(torch.uint8).clone() for tensor in (codes, scale)]
-    for weights in (layer.experts, layer.shared):
-        prepare_(weights, layer.form)
-    assert torch.equal(layer(), expected)
-    for weights in (layer.experts, layer.shared):
-        restore_(weights, layer.form)
-    after = [layer.experts.w3.view(torch.uint8), layer.experts.w3_scale.view(torch.uint8)]
-    assert all(map(torch.equal, before, after))
-
-
 @pytest.mark.parametrize("expert_dtype", ["nvfp4", "bfloat16"])
 def test_weights_multiplied_in_bf16_are_prepared(expert_dtype, seed, monkeypatch) -> None:
     layer = Layer(case_of(20, expert_dtype=expert_dtype, shared_dtype="fp8"), seed)

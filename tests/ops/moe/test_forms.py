@@ -1,0 +1,69 @@
+"""Forms that FP4 experts are prepared in: one group decides that of a whole layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4.ops.moe.op import FORMS
+from dsv4.ops.moe.weights import GatedWeights, choose_form, decoded, prepare_, restore_
+from dsv4.testing.moe import MATRICES, Case, Inputs
+
+pytestmark = pytest.mark.stage("moe")
+
+CASE = Case(1, 256, 384, 8, 3)
+
+
+def unchanged(experts: GatedWeights) -> None:
+    pass
+
+
+def move_k_block(experts: GatedWeights) -> None:
+    """A row of an expert, of one matrix: a k block is 12 below the other."""
+    scale = experts.w2_scale.view(torch.uint8)
+    scale[2, 7, 4:8] = scale[2, 7, :4].max() - 12
+
+
+def move_group(experts: GatedWeights) -> None:
+    scale = experts.w1_scale.view(torch.uint8)
+    scale[7, 9, 6] = scale[7, 9, 4] - 12
+
+
+def empty_group(experts: GatedWeights) -> None:
+    """0 and -0, and the exponent 1, the floor of the official quantiser."""
+    experts.w3[1, 3, 80:96] = torch.tensor([0, -128, 8, -120] * 4, dtype=torch.int8)
+    experts.w3_scale.view(torch.uint8)[1, 3, 5] = 1
+
+
+def tiny_value(experts: GatedWeights) -> None:
+    empty_group(experts)
+    experts.w3[1, 3, 90] = 1
+
+
+@pytest.mark.parametrize(
+    ("change", "form"),
+    [
+        (unchanged, "row_packed"),
+        (move_k_block, "packed"),
+        (move_group, "raw"),
+        (empty_group, "row_packed"),
+        (tiny_value, "raw"),
+    ],
+)
+def test_one_group_decides_the_form_of_a_layer(change, form, seed) -> None:
+    parts = [Inputs.make(CASE, seed).routed[name] for name in MATRICES]
+    experts = GatedWeights(*(p.codes for p in parts), *(p.scale for p in parts))
+    change(experts)
+    before = [tensor.view(torch.uint8).clone() for tensor in experts if tensor is not None]
+    values = [values_of(*pair, "released") for pair in zip(experts.codes, experts.scales)]
+    assert choose_form(experts, FORMS["sm_90a"]) == form
+    prepare_(experts, form)
+    found = [values_of(*pair, form) for pair in zip(experts.codes, experts.scales)]
+    assert all(map(torch.equal, found, values))
+    restore_(experts, form)
+    after = [tensor.view(torch.uint8) for tensor in experts if tensor is not None]
+    assert all(map(torch.equal, before, after))
+
+
+def values_of(codes: torch.Tensor, scale: torch.Tensor, form: str) -> torch.Tensor:
+    return decoded(codes, scale, form, (128, 128), torch.float32)
