@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsv4.kernels.moe.layout import ROW_BLOCKS
 from dsv4.quoting import quoted
 
 K_BLOCK = 128  # elements of a token that share a scale
@@ -19,6 +20,14 @@ SCALE_FORMS = ("packed", "row_packed", "raw", "tiled")
 FOLDED_FORMS = ("packed", "row_packed")  # whose FP4 scales fold into e4m3 codes
 SCALE_DTYPES = ("float8_e8m0fnu", "float32")
 OUT_DTYPES = ("bfloat16", "float32")
+
+
+def check_row_packed(name: str, width: int) -> None:
+    """Refuse rows whose words have no room for an exponent of the row."""
+    if width < ROW_BLOCKS * K_BLOCK:
+        raise ValueError(
+            f"{name} must be at least {ROW_BLOCKS * K_BLOCK} for row_packed scales, got {width}"
+        )
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,8 @@ class ExpertsConfig:
             value = getattr(self, name)
             if value < K_BLOCK or value % K_BLOCK:
                 raise ValueError(f"{name} must be a multiple of {K_BLOCK}, got {value}")
+            if self.expert_dtype == "fp4" and self.scale_form == "row_packed":
+                check_row_packed(name, value)
         if not 1 <= self.top_k <= MAX_TOP_K:
             raise ValueError(f"top_k must be 1 to {MAX_TOP_K}, got {self.top_k}")
         if not self.limit > 0:

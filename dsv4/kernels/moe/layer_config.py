@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsv4.kernels.moe.config import BF16_DTYPES, FP4_GROUP, K_BLOCK, SCALE_FORMS, ExpertsConfig
+from dsv4.kernels.moe.config import (
+    BF16_DTYPES,
+    FP4_GROUP,
+    K_BLOCK,
+    SCALE_FORMS,
+    ExpertsConfig,
+    check_row_packed,
+)
 from dsv4.kernels.moe.layout import PANEL_ROWS
 from dsv4.kernels.moe.routing import RoutingConfig, why_no_kernel
 from dsv4.quoting import quoted
@@ -105,6 +112,8 @@ class MoeConfig:
                 raise ValueError(
                     f"{name} must be a multiple of {group} for {what} experts, got {value}"
                 )
+            if self.expert_dtype == "fp4" and self.form == "row_packed":
+                check_row_packed(name, value)
 
     @property
     def has_router_bias(self) -> bool:

@@ -39,6 +39,7 @@ VECTOR_BYTES = 16  # of a lane's load
 TILE_ROWS = 128
 ATOM_LANES = 32
 ATOM_BYTES = TILE_ROWS * K_BLOCK // 32  # scales of an FP4 block, of half an NVFP4 one
+ROW_BLOCKS = 2  # of a row, that hold a half each of its exponent in "row_packed" words
 MAX_SPREAD = 11  # of the exponents of a packed word: e4m3 holds 0.5 * 2^-5 to 6 * 2^6
 # e2m1 magnitudes as e4m3 codes, times 2^-5: 0, 0.5, 1, 1.5 and 2, 3, 4, 6.
 TABLE_LOW, TABLE_HIGH = 0x14100800, 0x24201C18

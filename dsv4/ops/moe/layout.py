@@ -33,6 +33,7 @@ from dsv4.kernels.moe.layout import (
     K_BLOCK,
     MAX_SPREAD,
     PANEL_ROWS,
+    ROW_BLOCKS,
     STEPS,
     TILE_ROWS,
     UNIT_ROWS,
@@ -45,7 +46,6 @@ from dsv4.ops.quantize import NVFP4_BLOCK, pack_e2m1, unpack_e2m1
 QUAD = 4  # lanes that share a row, and elements or bytes of a lane that lie side by side
 HALVES = 2  # of a step's k, 16 elements each
 FP4_GROUPS = 4  # of a k block
-ROW_BLOCKS = 2  # k blocks that hold a half each of a row's exponent
 LEAST_EXPONENT, LARGEST_EXPONENT = 1, 254  # of normal numbers
 EMPTY_EXPONENT, EMPTY_DISTANCE = LEAST_EXPONENT, 15  # of a group without values
 TILED = "tiled"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsv4.kernels.moe.config import ExpertsConfig
+from dsv4.kernels.moe.layer_config import MoeConfig
 from dsv4.ops.moe.op import FORMS
 from dsv4.ops.moe.weights import GatedWeights, choose_form, decoded, prepare_, restore_
 from dsv4.testing.moe import MATRICES, Case, Inputs
@@ -63,6 +65,17 @@ def test_one_group_decides_the_form_of_a_layer(change, form, seed) -> None:
     restore_(experts, form)
     after = [tensor.view(torch.uint8) for tensor in experts if tensor is not None]
     assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("name", ["hidden", "inner"])
+def test_rows_of_one_k_block_are_refused(name) -> None:
+    sizes = {"hidden": 256, "inner": 256, "top_k": 2, name: 128}
+    message = f"{name} must be at least 256 for row_packed scales, got 128"
+    with pytest.raises(ValueError, match=message):
+        ExpertsConfig(**sizes, scale_form="row_packed")
+    with pytest.raises(ValueError, match=message):
+        MoeConfig(**sizes, experts=4, form="row_packed")
+    assert MoeConfig(**sizes, experts=4, expert_dtype="fp8", form="row_packed").inner
 
 
 def values_of(codes: torch.Tensor, scale: torch.Tensor, form: str) -> torch.Tensor:
