@@ -351,7 +351,7 @@ def moe(
             identity = moe_runner_id(*fields, False)
         filled = _filled(given, config, x.device)
         if table is None:
-            table = _empty((0, top_k), torch.int64, x.device)
+            table = _empty((0, config.top_k), torch.int64, x.device)
         if input_ids is None:
             input_ids = _empty((0,), torch.int64, x.device)
         if out is None:
