@@ -127,11 +127,17 @@ BUGS: dict[str, Bug] = {
         BY_ROW,
     ),
     "a row's exponent left out": Bug(
-        at("Consumers._tile").call("self._scale_rows").delete(),
+        at("Consumers._tile")
+        .expression("row_scale(*(row_words[p, odd] for odd in range(2)))")
+        .replace("Float32(1.0)"),
+        BY_ROW,
+    ),
+    "the factor of a row's codes left out": Bug(
+        at("Consumers._tile").expression("[LIFT] * 2").replace("[1.0] * 2"),
         BY_ROW,
     ),
     "many tokens: a row's exponent left out": Bug(
-        at("WideTileConsumers._sum").call("self._scale_rows").delete(),
+        at("WideTileConsumers._sum").call("scale_rows").delete(),
         MANY_BY_ROW,
         WIDE,
     ),

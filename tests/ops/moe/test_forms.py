@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsv4 import ops
 from dsv4.kernels.moe.config import ExpertsConfig
 from dsv4.kernels.moe.layer_config import MoeConfig
 from dsv4.ops.moe.op import FORMS
 from dsv4.ops.moe.weights import GatedWeights, choose_form, decoded, prepare_, restore_
-from dsv4.testing.moe import MATRICES, Case, Inputs
+from dsv4.testing.moe import MATRICES, Case, Inputs, Weight
 
 pytestmark = pytest.mark.stage("moe")
 
-CASE = Case(1, 256, 384, 8, 3)
+CASE = Case(20, 256, 384, 8, 3)
 
 
 def unchanged(experts: GatedWeights) -> None:
@@ -53,13 +54,23 @@ def tiny_value(experts: GatedWeights) -> None:
     ],
 )
 def test_one_group_decides_the_form_of_a_layer(change, form, seed) -> None:
-    parts = [Inputs.make(CASE, seed).routed[name] for name in MATRICES]
-    experts = GatedWeights(*(p.codes for p in parts), *(p.scale for p in parts))
+    inputs = Inputs.make(CASE, seed)
+    experts, shared = gated(inputs.routed), gated(inputs.shared)
     change(experts)
     before = [tensor.view(torch.uint8).clone() for tensor in experts if tensor is not None]
     values = [values_of(*pair, "released") for pair in zip(experts.codes, experts.scales)]
+    gate = torch.randn(CASE.experts, CASE.hidden) / 10
+
+    def layer(form: str) -> torch.Tensor:
+        options = {"top_k": CASE.top_k, "scaling": 1.7, "limit": 4.0, "form": form}
+        bias = torch.zeros(CASE.experts)
+        return ops.moe(inputs.x, gate, experts, shared, bias=bias, **options)
+
+    expected = layer("released")
     assert choose_form(experts, FORMS["sm_90a"]) == form
-    prepare_(experts, form)
+    for weights in (experts, shared):
+        prepare_(weights, form)
+    assert torch.equal(layer(form), expected)
     found = [values_of(*pair, form) for pair in zip(experts.codes, experts.scales)]
     assert all(map(torch.equal, found, values))
     restore_(experts, form)
@@ -80,3 +91,8 @@ def test_rows_of_one_k_block_are_refused(name) -> None:
 
 def values_of(codes: torch.Tensor, scale: torch.Tensor, form: str) -> torch.Tensor:
     return decoded(codes, scale, form, (128, 128), torch.float32)
+
+
+def gated(weights: dict[str, Weight]) -> GatedWeights:
+    parts = [weights[name] for name in MATRICES]
+    return GatedWeights(*(p.codes for p in parts), *(p.scale for p in parts))

@@ -63,14 +63,12 @@ def test_fp4_scales_lie_by_row_of_a_block(form, seed) -> None:
             e = exponents[row, block].tolist()
             least = int(exponents[row].min())
             half = least >> 4 if block % 2 else least & 0xF
-            assert (
-                word
-                == {
-                    "packed": fields(e, min(e), (0, 4, 8, 12)) | min(e) << 24,
-                    "row_packed": fields(e, least, (0, 8, 16, 28)) | half << 24,
-                    "raw": fields(e, 0, (0, 8, 16, 24)),
-                }[form]
-            )
+            wanted = {
+                "packed": fields(e, min(e), (0, 4, 8, 12)) | min(e) << 24,
+                "row_packed": fields(e, least, (0, 8, 16, 28)) | half << 24,
+                "raw": fields(e, 0, (0, 8, 16, 24)),
+            }
+            assert word == wanted[form]
 
 
 def fields(exponents: list[int], least: int, places: tuple[int, ...]) -> int:
@@ -128,7 +126,7 @@ def test_every_byte_comes_back(lead, seed) -> None:
         assert torch.equal(back(moved).view(torch.uint8), tensor.view(torch.uint8))
 
 
-@pytest.mark.parametrize("exponents", [(100, 112, 100, 100), (0, 2, 3, 4), (255, 250, 250, 250)])
+@pytest.mark.parametrize("exponents", [(100, 112, 100, 100), (0, 1, 2, 3), (255, 250, 250, 250)])
 def test_what_does_not_fit_the_packed_form(exponents) -> None:
     scale = torch.full((64, 8), 120, dtype=torch.uint8)
     assert layout.fits_packed(scale.view(torch.float8_e8m0fnu))

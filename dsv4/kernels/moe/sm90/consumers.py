@@ -6,7 +6,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.mbarrier import Cursor
-from dsv4.kernels.kit.wgmma import gemm
+from dsv4.kernels.kit.wgmma import gemm, scale_rows
 from dsv4.kernels.moe.layout import PANEL_ROWS, STEPS, TABLE_EXPONENT
 from dsv4.kernels.moe.plan import Kind, ProductPlan
 from dsv4.kernels.moe.sm90.context import ProductContext, WorkTile, read_schedule, tile_mma
@@ -90,7 +90,11 @@ class Consumers:
             ring.release(cursor, lane)
             cursor = ring.next(cursor)
         if cutlass.const_expr(plan.scales_rows_last(kind)):
-            self._scale_rows(kind, sums, row_words)
+            # One after the other: a product of both might be more than fp32 holds.
+            scale_rows(sums, [LIFT] * 2)
+            scale_rows(
+                sums, [row_scale(*(row_words[p, odd] for odd in range(2))) for p in range(2)]
+            )
         self.epilogue.store(ctx, kind, is_shared, sums, columns, tile, warp, lane)
         return cursor
 
@@ -104,7 +108,8 @@ class Consumers:
         core has those before.
 
         Args:
-            row_words: scale words of FP4 [panel, parity of the k block], replaced by the last ones.
+            row_words: scale words of FP4 [panel, parity of the k block], replaced by the last ones;
+                a stage has an even number of k blocks.
         """
         if cutlass.const_expr(kind.is_summed_by_step):
             for block in cutlass.range_constexpr(count):
@@ -189,16 +194,3 @@ class Consumers:
                     if cutlass.const_expr(weight_scales is not None):
                         factor = factor * lift * weight_scales[r]
                     sums[i] = sums[i] + acc[i] * factor
-
-    @cute.jit
-    def _scale_rows(self, kind: cutlass.Constexpr, sums: cute.Tensor, words: cute.Tensor):
-        """sums *= scale of the row, with the factor of its codes.
-
-        Args:
-            words: as `row_words` of `_blocks`; a stage has an even number of k blocks.
-        """
-        for n in cutlass.range_constexpr(kind.column_groups):
-            for c in cutlass.range_constexpr(2):
-                for r in cutlass.range_constexpr(2):
-                    i = n * 4 + r * 2 + c
-                    sums[i] = sums[i] * LIFT * row_scale(words[r, 0], words[r, 1])

@@ -1,5 +1,5 @@
-"""Roles of a product of many tokens: load warps, and consumers that decode a k block while the
-tensor cores have the one before."""
+"""Roles of a product of many tokens: load warps, and consumers that decode a k block between the
+products of the one before and their sums."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from dsv4.kernels.gemm.sm90.activations import scale_value
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.tma import prefetch_descriptors, tma_load, tma_multicast
-from dsv4.kernels.kit.wgmma import gemm
+from dsv4.kernels.kit.wgmma import gemm, scale_rows
 from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS, STEPS
 from dsv4.kernels.moe.sm90.context import WorkTile, panels_of, tile_mma
 from dsv4.kernels.moe.sm90.fragments import (
@@ -201,7 +201,8 @@ class WideTileConsumers:
         self, ctx: WideContext, kind: cutlass.Constexpr, sums: cute.Tensor, acc: cute.Tensor,
         view: TileView, cursor: Cursor,
     ):  # fmt: skip
-        """Two operands in turn: one is filled while the tensor cores have the other."""
+        """Two operands in turn: one is filled when the other's products are on their way. ptxas
+        puts what decodes behind the wait for these, where it is faster: they would slow it down."""
         dtype = Uint32 if self.plan.scales_rows_last(kind) else Float32
         operands = [(make_fragment(), cute.make_rmem_tensor(2, dtype)) for _ in range(2)]
         factors = self._first_factors(ctx, kind, view)
@@ -225,7 +226,8 @@ class WideTileConsumers:
         self._multiply(ctx, kind, acc, last, view, Int32(followed), cursor)
         cursor = self._add(ctx, kind, sums, acc, last, view, cursor)
         if cutlass.const_expr(self.plan.scales_rows_last(kind)):
-            self._scale_rows(kind, sums, *(words for _, words in operands))
+            (_, even), (_, odd) = operands
+            scale_rows(sums, [row_scale(even[panel], odd[panel]) for panel in range(2)])
         ring = ctx.pipes.ring
         ring.release_to(ring.previous(cursor), view.lane, self.plan.sharing)
         return cursor
@@ -255,17 +257,6 @@ class WideTileConsumers:
         factors = None if self.plan.scales_rows_last(kind) else now[1]
         self._promote(ctx, kind, sums, acc, factors, view, cursor.stage)
         return ctx.pipes.ring.next(cursor)
-
-    @cute.jit
-    def _scale_rows(
-        self, kind: cutlass.Constexpr, sums: cute.Tensor, even: cute.Tensor, odd: cute.Tensor
-    ):
-        """sums *= scale of the row, of scale words of an even and an odd k block."""
-        for n in cutlass.range_constexpr(kind.column_groups):
-            for c in cutlass.range_constexpr(2):
-                for r in cutlass.range_constexpr(2):
-                    i = n * 4 + r * 2 + c
-                    sums[i] = sums[i] * row_scale(even[r], odd[r])
 
     @cute.jit
     def _fill_next(

@@ -4,8 +4,8 @@
     load warps  prepared weights -> shared memory, as they lie (bulk copies); tokens of the tile, in
                 the order of tiles, and their scales (TMA), where they are many shared by two CTAs
                 with row tiles of their own
-    consumers   two warpgroups: weights into registers, FP4 decoded there, while the tensor cores
-                have the k block before; promotion by its scales; epilogue
+    consumers   two warpgroups: weights into registers, FP4 decoded there, for the next k block;
+                promotion of this one by its scales; epilogue
 
 The arithmetic is that of every other tiling (`product`).
 """
