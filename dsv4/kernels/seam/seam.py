@@ -203,7 +203,6 @@ class Seam:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.cluster_arrive_relaxed()
-        pdl.launch_dependents()
         # The parameters are no outputs of the launch before.
         if place.warp < WARPS:
             self.load_fn(fn, buffers, place)
@@ -221,6 +220,8 @@ class Seam:
         # The mbarriers of the other CTAs exist from here on.
         cute.arch.cluster_wait()
         pdl.wait_for_previous_launch()
+        # Not before: the next launch's weights would take DRAM from the launch that is waited for.
+        pdl.launch_dependents()
         self.run_size(operands, buffers, place, (held, gains, mix_row), pass_tokens, 0)
 
     @cute.jit

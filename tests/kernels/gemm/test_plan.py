@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dsv4.arch import SM_90A
-from dsv4.kernels.gemm.config import MAX_IN_FEATURES, Fp8LinearConfig, num_slices
+from dsv4.kernels.gemm.config import MAX_IN_FEATURES, Fp8LinearConfig, Kind, num_slices
 from dsv4.kernels.gemm.plan import (
     LinearPlan,
     Tiling,
@@ -45,6 +45,18 @@ def test_every_tiling_fits_and_covers_k(x_dtype) -> None:
                 assert plan.capacity * tiling.ctas_per_sm < SM_90A.smem_per_sm
                 assert plan.stages >= 2
                 assert not tiling.is_light or plan.own_slices == 1
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_the_first_filling_of_a_ring_keeps_queues_short(kind) -> None:
+    for width in WIDTHS:
+        for tiling in tilings(Fp8LinearConfig(width, 4096, "bfloat16")):
+            plan = LinearPlan(width, tiling, kind=kind)
+            under_way = plan.window * plan.rings * plan.weight_bytes * plan.ctas_per_sm
+            assert 0 < under_way <= 64 << 10
+            names = [edge.name for edge in plan.barriers.edges]
+            waits_for_x = plan.has_streamed_x and not tiling.is_wide
+            assert ("filling" in names) == (waits_for_x and plan.window < plan.stages)
 
 
 def test_the_stack_of_sums_is_a_balanced_tree() -> None:

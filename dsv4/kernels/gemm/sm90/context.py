@@ -101,6 +101,7 @@ class Pipelines:
 
     ring: mbarrier.Ring
     partials: mbarrier.Buffer | None  # between the CTAs of a cluster
+    filling: mbarrier.Signal | None  # where `LinearPlan.signals_weights`
 
 
 @dataclass(frozen=True)
@@ -179,4 +180,7 @@ def allocate(plan: LinearPlan, start: cute.Pointer) -> tuple[Smem, Pipelines]:
     partials = None
     if plan.tiling.cluster > 1:
         partials = mbarrier.pipeline(graph, storage, "partials")
-    return smem, Pipelines(ring, partials)
+    filling = None
+    if plan.signals_weights(plan.stages):
+        filling = mbarrier.pipeline(graph, storage, "filling")
+    return smem, Pipelines(ring, partials, filling)

@@ -1,7 +1,7 @@
 """Load warp of the weight-streaming kernel: weights, and streamed activations, by TMA."""
 
 import cutlass
-from cutlass import cute
+from cutlass import Int32, cute
 
 from dsv4.kernels.gemm.operands import OutputTile, first_x_block
 from dsv4.kernels.gemm.plan import LinearPlan
@@ -32,14 +32,10 @@ class LoadWarp:
             count = ctx.scheduler.count * plan.ring_blocks
             # The launch before writes no weights: see `kit.pdl`. Each stage is empty at first.
             early = cutlass.min(count, plan.stages)
-            for step in cutlass.range(early, unroll=1):
-                tile, block = self._place(ctx, step)
-                load_weights(plan, ctx, weight_maps, tile, block, step)
+            self._fill(ctx, weight_maps, early)
             pdl.wait_for_previous_launch()
             if cutlass.const_expr(plan.has_streamed_x):
-                for step in cutlass.range(early, unroll=1):
-                    tile, block = self._place(ctx, step)
-                    load_activations(plan, ctx, x_map, tile, block, step)
+                self._complete(ctx, x_map, early)
             # One turn on: what a consumer waits for next is what this role waits for now.
             cursor = ring.consumer()
             for step in cutlass.range(early, count, unroll=1):
@@ -51,6 +47,47 @@ class LoadWarp:
                     load_activations(plan, ctx, x_map, tile, block, cursor.stage)
                 cursor = ring.next(cursor)
 
+    @cute.jit
+    def _fill(self, ctx: LinearContext, weight_maps, early):
+        """Load the weights of the first stages, `LinearPlan.window` at a time."""
+        plan, filling = self.plan, ctx.pipes.filling
+        window = min(plan.window, plan.stages)
+        for step in cutlass.range(early, unroll=1):
+            if cutlass.const_expr(window < plan.stages):  # noqa: SIM102 static, then dynamic
+                if step >= window:
+                    self._wait_for_weights(ctx, step - window)
+            tile, block = self._place(ctx, step)
+            if cutlass.const_expr(filling is None):
+                load_weights(plan, ctx, weight_maps, tile, block, step)
+            elif step < early - window:
+                full = filling.at(step % window).full
+                cute.arch.mbarrier_arrive_and_expect_tx(full, plan.rings * plan.weight_bytes)
+                copy_weights(plan, ctx, weight_maps, tile, block, step, full)
+            else:
+                load_weights(plan, ctx, weight_maps, tile, block, step)
+
+    @cute.jit
+    def _wait_for_weights(self, ctx: LinearContext, step):
+        """Wait until the weights of a stage of the first filling are there."""
+        plan, filling = self.plan, ctx.pipes.filling
+        if cutlass.const_expr(filling is None):
+            for part in cutlass.range_constexpr(plan.rings):
+                ctx.pipes.ring.at(step * plan.rings + part).wait(Int32(0))
+        else:
+            filling.at(step % plan.window).wait(step // plan.window & 1)
+
+    @cute.jit
+    def _complete(self, ctx: LinearContext, x_map, early):
+        """Load the activations of the first stages, and announce those whose weights are there."""
+        plan, filling = self.plan, ctx.pipes.filling
+        for step in cutlass.range(early, unroll=1):
+            tile, block = self._place(ctx, step)
+            if cutlass.const_expr(filling is not None):  # noqa: SIM102 static, then dynamic
+                if step < early - plan.window:
+                    for part in cutlass.range_constexpr(plan.rings):
+                        ctx.pipes.ring.expect(step * plan.rings + part, plan.x_bytes)
+            load_activations(plan, ctx, x_map, tile, block, step)
+
     def _place(self, ctx: LinearContext, step):
         """Output tile of a step, and its k block among those of a ring."""
         tile = ctx.scheduler.coordinates(ctx.scheduler.index(step // self.plan.ring_blocks))
@@ -59,15 +96,27 @@ class LoadWarp:
 
 def load_weights(plan: LinearPlan, ctx: LinearContext, weight_maps, tile: OutputTile, block, stage):
     """Announce the bytes of a stage, and load its weights."""
+    for part in range(plan.rings):
+        ctx.pipes.ring.expect(stage * plan.rings + part, plan.weight_bytes + plan.x_bytes)
+    copy_weights(plan, ctx, weight_maps, tile, block, stage)
+
+
+def copy_weights(
+    plan: LinearPlan, ctx: LinearContext, weight_maps, tile: OutputTile, block, stage, full=None
+):
+    """Load the weights of a stage.
+
+    Args:
+        full: the barrier that they complete on; None: that of their part of the stage.
+    """
     weight_map = chosen_descriptor(weight_maps, tile.weight)
     for part in range(plan.rings):
         slot = stage * plan.rings + part
-        barriers = ctx.pipes.ring.at(slot)
-        barriers.expect(plan.weight_bytes + plan.x_bytes)
         target = ctx.smem.weight_start + slot * (plan.rows * plan.kind.step)
         k_block = (ctx.rank * plan.rings + part) * plan.ring_blocks + block
         place = [0, tile.row_tile * plan.rows, k_block]
-        tma_load(weight_map, target, place, barriers.full, ctx.weight_policy)
+        barrier = ctx.pipes.ring.at(slot).full if full is None else full
+        tma_load(weight_map, target, place, barrier, ctx.weight_policy)
 
 
 def load_activations(plan: LinearPlan, ctx: LinearContext, x_map, tile: OutputTile, block, stage):
