@@ -17,10 +17,12 @@ from tests.simulator.helpers.changes import Listed, check_deleted
 from tests.simulator.races.test_fp8_linear_mutations import (
     CLUSTER,
     FENCE,
+    FILLED,
     FIRST,
     LAUNCH,
     NO_ACTIVATIONS,
     PRODUCTS,
+    QUEUES,
     RESIDENT,
     STREAMED,
     UNDER_WAY,
@@ -51,8 +53,11 @@ PLAIN_WIDE = {
     ("bar.warp", "release_to"): (4, PRODUCTS),
     ("bar.sync", "run"): (1, CLUSTER),
 }
+# Weights in bf16, beside which activations pass through the ring.
+PLAIN_RESIDENT = releasing({place: RESIDENT[place] for place in RESIDENT if place != FILLED}, 2)
 # Of both kinds of weights.
 MERGED_RESIDENT = {
+    FILLED: (2, QUEUES),
     ("griddepcontrol.launch_dependents", "run"): (2, LAUNCH),
     ("griddepcontrol.wait", "compute"): (2, FIRST),
     ("griddepcontrol.wait", "load"): (2, NO_ACTIVATIONS),
@@ -245,11 +250,11 @@ KERNELS = {
     "router, many tokens": (experts.router_of_many, ROUTER_MANY),
     "router, many tokens, Blackwell": (partial(experts.router_of_many, "sm_100a"), ROUTER_MANY),
     # A slice's blocks but the last, and the last one.
-    "plain linear, resident": (partial(linears.plain, 11, 0), releasing(RESIDENT, 2)),
+    "plain linear, resident": (partial(linears.plain, 11, 0), PLAIN_RESIDENT),
     "plain linear, wide": (partial(linears.plain, 150, -1), PLAIN_WIDE),
     "best rows, resident": (
         partial(linears.argmax, 11, 0),
-        {**releasing(RESIDENT, 2), **BEST_ROWS},
+        {**PLAIN_RESIDENT, **BEST_ROWS},
     ),
     "best rows, wide": (partial(linears.argmax, 150, -1, 4), {**PLAIN_WIDE, **BEST_ROWS}),
     "grouped linear, resident": (partial(linears.grouped, 11, 0), RESIDENT),

@@ -52,12 +52,12 @@ FIRST = "orders a launch after the one before it, and each run here begins with 
 NO_ACTIVATIONS = "this warp loads weights alone, which no launch writes"
 PRODUCTS = "what was read of a stage was read by products, which the whole warpgroup has waited for"
 QUEUES = "keeps the queues in front of DRAM short: each stage is empty at first"
+FILLED = ("mbarrier.try_wait", "_wait_for_weights")  # of the ring of each warpgroup
 RESIDENT = {
     ("griddepcontrol.launch_dependents", "run"): (1, LAUNCH),
     ("griddepcontrol.wait", "compute"): (1, FIRST),
     ("griddepcontrol.wait", "load"): (1, NO_ACTIVATIONS),
-    # A ring of each warpgroup.
-    ("mbarrier.try_wait", "_wait_for_weights"): (2, QUEUES),
+    FILLED: (2, QUEUES),
     # Of the two blocks under way.
     ("bar.warp", "arrive_warp"): (2, PRODUCTS),
 }
@@ -127,19 +127,23 @@ def weights(copies: int) -> dict[tuple[str, str, str], tuple[int, str]]:
     return {("mbarrier.arrive", "load_weights", "relaxed"): (copies, EXPECTS)}
 
 
-FILLING = {
-    ("mbarrier.arrive", "_fill", "relaxed"): (1, EXPECTS),
-    # A release of its own is what PTX asks for: it hands over weights that were waited for.
-    ("mbarrier.arrive", "_complete", "relaxed"): (
-        1, "in the simulator the copies that it expects, issued behind that wait, hand them over",
-    ),
-}  # fmt: skip
-QUEUE = {("mbarrier.try_wait", "_wait_for_weights", "relaxed"): (2, QUEUES)}
+def filling(rings: int) -> dict[tuple[str, str, str], tuple[int, str]]:
+    """Arrivals of the first filling of a ring, or of two, that activations pass through."""
+    return {
+        ("mbarrier.arrive", "_fill", "relaxed"): (1, EXPECTS),
+        # A release is what PTX asks for: it hands over weights that were waited for.
+        ("mbarrier.arrive", "_complete", "relaxed"): (
+            rings, "in the simulator the copies it expects, issued behind that wait, do so, too",
+        ),
+    }  # fmt: skip
+
+
+QUEUE = {(*FILLED, "relaxed"): (2, QUEUES)}
 HARMLESS = {
     "resident": {**weights(4), **QUEUE},
     "resident_clusters": {**weights(4), **QUEUE, PARTS: (1, EXPECTS)},
-    "streamed": {**weights(2), **FILLING},
-    "streamed_clusters": {**weights(2), **FILLING, PARTS: (1, EXPECTS)},
+    "streamed": {**weights(2), **filling(1)},
+    "streamed_clusters": {**weights(2), **filling(1), PARTS: (1, EXPECTS)},
     "wide": {**weights(2), **fences(2)},
     "wide_clusters": {
         **weights(2),

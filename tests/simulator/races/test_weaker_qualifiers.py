@@ -22,7 +22,7 @@ from tests.simulator.races.test_deleted_synchronisation import (
     READ_EARLIER,
     ZEROS,
 )
-from tests.simulator.races.test_fp8_linear_mutations import fences
+from tests.simulator.races.test_fp8_linear_mutations import QUEUE, fences, filling
 
 pytestmark = pytest.mark.stage("simulator")
 
@@ -73,8 +73,11 @@ def weights(copies: int) -> dict[tuple[str, str, str], tuple[int, str]]:
 
 GROUPED_STREAMED_HARMLESS = {
     **weights(2),
+    **filling(1),
     ("mbarrier.arrive", "expect_parts", "relaxed"): (1, EXPECTS),
 }
+# Weights in bf16.
+PLAIN_RESIDENT_HARMLESS = {**weights(4), **filling(2)}
 # Two for each number of tokens a pass: streams, and what the mixture sends.
 SEAM_HARMLESS = {
     ("mbarrier.arrive", "expect", "relaxed"): (6, EXPECTS),
@@ -130,12 +133,12 @@ KERNELS = {
     "router, many tokens, Blackwell": (
         partial(experts.router_of_many, "sm_100a"), ROUTER_MANY_HARMLESS, {},
     ),
-    "plain linear, resident": (partial(linears.plain, 11, 0), weights(4), {}),
+    "plain linear, resident": (partial(linears.plain, 11, 0), PLAIN_RESIDENT_HARMLESS, {}),
     "plain linear, wide": (
         partial(linears.plain, 150, -1), weights(2), {},
     ),
     "best rows, resident": (
-        partial(linears.argmax, 11, 0), {**weights(4), **BEST_ROWS_HARMLESS}, {},
+        partial(linears.argmax, 11, 0), {**PLAIN_RESIDENT_HARMLESS, **BEST_ROWS_HARMLESS}, {},
     ),
     "best rows, wide": (
         partial(linears.argmax, 150, -1, 4),
@@ -150,14 +153,16 @@ KERNELS = {
         },
         {},
     ),
-    "grouped linear, resident": (partial(linears.grouped, 11, 0), weights(4), {}),
+    "grouped linear, resident": (partial(linears.grouped, 11, 0), {**weights(4), **QUEUE}, {}),
     "grouped linear, streamed": (partial(linears.grouped, 21, 1), GROUPED_STREAMED_HARMLESS, {}),
     "grouped linear, wide": (
         partial(linears.grouped, 67, -1), {**weights(2), **fences(2)}, {},
     ),
-    "rotated linear, streamed": (partial(linears.rotated, 19, 1), weights(2), {}),
+    "rotated linear, streamed": (partial(linears.rotated, 19, 1), {**weights(2), **filling(1)}, {}),
     # Of both kinds of weights.
-    "merged linear, resident": (partial(linears.merged, 19, 0), weights(8), {}),
+    "merged linear, resident": (
+        partial(linears.merged, 19, 0), {**weights(8), **QUEUE, **filling(2)}, {},
+    ),
     "merged linear, wide": (
         partial(linears.merged, 150, -1), {**weights(4), **fences(2)}, {},
     ),
