@@ -285,10 +285,11 @@ class LinearPlan(RingPlan):
         """Stages of the first filling of a ring that are under way at a time."""
         return FILLING_BYTES[self.ctas_per_sm] // (self.rings * self.weight_bytes)
 
-    def signals_weights(self, stages: int) -> bool:
+    @property
+    def signals_weights(self) -> bool:
         """Whether barriers of their own tell when weights of the first filling are there: stages
         are not full before their activations are, for which the launch before must end."""
-        return self.has_streamed_x and not self.tiling.is_wide and self.window < stages
+        return self.has_streamed_x and not self.tiling.is_wide
 
     @property
     def partial_values(self) -> int:
@@ -398,7 +399,7 @@ class LinearPlan(RingPlan):
                 stages * self.rings, self.weight_bytes + self.x_bytes,
             ),
         ]  # fmt: skip
-        if self.signals_weights(stages):
+        if self.signals_weights:
             edges.append(
                 Edge(
                     "filling", "weights of a stage of the first filling",

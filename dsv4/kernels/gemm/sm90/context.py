@@ -181,6 +181,6 @@ def allocate(plan: LinearPlan, start: cute.Pointer) -> tuple[Smem, Pipelines]:
     if plan.tiling.cluster > 1:
         partials = mbarrier.pipeline(graph, storage, "partials")
     filling = None
-    if plan.signals_weights(plan.stages):
+    if plan.signals_weights:
         filling = mbarrier.pipeline(graph, storage, "filling")
     return smem, Pipelines(ring, partials, filling)

@@ -51,11 +51,10 @@ class LoadWarp:
     def _fill(self, ctx: LinearContext, weight_maps, early):
         """Load the weights of the first stages, `LinearPlan.window` at a time."""
         plan, filling = self.plan, ctx.pipes.filling
-        window = min(plan.window, plan.stages)
+        window = plan.window
         for step in cutlass.range(early, unroll=1):
-            if cutlass.const_expr(window < plan.stages):  # noqa: SIM102 static, then dynamic
-                if step >= window:
-                    self._wait_for_weights(ctx, step - window)
+            if step >= window:
+                self._wait_for_weights(ctx, step - window)
             tile, block = self._place(ctx, step)
             if cutlass.const_expr(filling is None):
                 load_weights(plan, ctx, weight_maps, tile, block, step)
@@ -79,13 +78,12 @@ class LoadWarp:
     @cute.jit
     def _complete(self, ctx: LinearContext, x_map, early):
         """Load the activations of the first stages, and announce those whose weights are there."""
-        plan, filling = self.plan, ctx.pipes.filling
+        plan = self.plan
         for step in cutlass.range(early, unroll=1):
             tile, block = self._place(ctx, step)
-            if cutlass.const_expr(filling is not None):  # noqa: SIM102 static, then dynamic
-                if step < early - plan.window:
-                    for part in cutlass.range_constexpr(plan.rings):
-                        ctx.pipes.ring.expect(step * plan.rings + part, plan.x_bytes)
+            if step < early - plan.window:
+                for part in cutlass.range_constexpr(plan.rings):
+                    ctx.pipes.ring.expect(step * plan.rings + part, plan.x_bytes)
             load_activations(plan, ctx, x_map, tile, block, step)
 
     def _place(self, ctx: LinearContext, step):
