@@ -120,8 +120,10 @@ class Kind:
 
     @property
     def in_flight(self) -> int:
-        """k blocks of a stage whose products are under way at a time: as registers allow."""
-        return min(self.blocks, 2) if self.tokens <= MOST_IN_FLIGHT else 1
+        """k blocks of a stage whose products are under way at a time: as registers allow, which
+        decoding of FP4 takes."""
+        most = 4 if self.dtype == "fp8" and self.tokens <= FEWEST_COLUMNS else 2
+        return min(self.blocks, most) if self.tokens <= MOST_IN_FLIGHT else 1
 
     @property
     def column_groups(self) -> int:
@@ -231,7 +233,17 @@ class ProductPlan(RingPlan):
 
     def _kind(self, dtype: str, tokens: int, is_packed: bool) -> Kind:
         blocks = max(PANEL_BLOCKS * 4 // WEIGHT_BITS[dtype] // min(self.panels, 2), 1)
+        if dtype == "fp8" and self.has_long_stages:
+            blocks *= 2
         return Kind(dtype, tokens, blocks, -(-self.k_blocks // blocks), is_packed)
+
+    @property
+    def has_long_stages(self) -> bool:
+        """Whether stages are half as many and twice as long: of few tokens alone in a launch the
+        shared expert's products are a chain of latencies, which more of them under way shorten."""
+        is_alone = self.has_shared and not self.has_routed
+        is_few = self.tiling.shared_tokens <= FEWEST_COLUMNS
+        return is_alone and is_few and self.shared_dtype == "fp8"
 
     @property
     def is_gated(self) -> bool:
@@ -286,7 +298,7 @@ class ProductPlan(RingPlan):
 
     @property
     def most_stages(self) -> int:
-        return self.tiling.stages
+        return self.tiling.stages // 2 if self.has_long_stages else self.tiling.stages
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
         return (

@@ -56,13 +56,13 @@ class Buffers:
         partials: [row, group] fp32, products and squares of the streams.
         totals: [row] fp32.
         squares: [group] fp32, of the mixed columns.
-        logits: [16, 1] fp32, of comb.
+        starts: [16, 1] fp32, comb before its iteration.
     """
 
     partials: cute.Tensor
     totals: cute.Tensor
     squares: cute.Tensor
-    logits: cute.Tensor
+    starts: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ class Collapse:
         self.mixing.store_post(target, place.lane, mix_row, projected)
         cute.arch.sync_warp()
         if place.lane == 0:
-            self.mixing.store_comb(buffers.logits[None, 0], operands.comb_out, place.token)
+            self.mixing.store_comb(buffers.starts[None, 0], operands.comb_out, place.token)
 
 
 def column_of(group, lane):

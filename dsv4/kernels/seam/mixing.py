@@ -25,7 +25,8 @@ class Mixing:
 
     @cute.jit
     def store_post(self, target, lane, parameters, projected: Float32) -> None:
-        """Write post of a token, of which lane k has the projection; keep the logits of comb.
+        """Write post of a token, of which lane k has the projection; keep what comb starts with,
+        the softmax of each source's targets, by lanes: one alone would run sixteen exponentials.
 
         Args:
             target: operands, buffers, the token, and its place among those of the CTA.
@@ -35,29 +36,31 @@ class Mixing:
         operands, buffers, token, owned = target
         base, scale = parameters
         logit = cute.math.fma(projected, scale, base)
+        # Four lanes have the targets of a source.
+        largest = logit
+        for offset in (1, 2):
+            largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=offset))
+        value = cute.math.exp(logit - largest)
+        total = butterfly_of_four(value)
         if lane < STREAMS:
             if token < operands.x.shape[0]:
                 operands.post_out[token, lane] = 2 * sigmoid(logit)
         elif lane < MIX_ROWS:
-            buffers.logits[lane - STREAMS, owned] = logit
+            start = cute.math.fma(value, reciprocal(total), Float32(self.config.eps))
+            buffers.starts[lane - STREAMS, owned] = start
 
     @cute.jit
-    def store_comb(self, logits: cute.Tensor, comb_out: cute.Tensor, token) -> None:
-        """Write the doubly stochastic matrix of a token's logits [16], source stream first; one
-        lane does."""
+    def store_comb(self, starts: cute.Tensor, comb_out: cute.Tensor, token) -> None:
+        """Write the doubly stochastic matrix of a token, from what it starts with [16], source
+        stream first; one lane does."""
         eps = Float32(self.config.eps)
         matrix = cute.make_rmem_tensor((STREAMS, STREAMS), Float32)  # [target, source]
         for j in range_constexpr(STREAMS):
-            row = [logits[STREAMS * j + k] for k in range(STREAMS)]
-            largest = row[0]
-            for value in row[1:]:
-                largest = cute.arch.fmax(largest, value)
-            row = [cute.math.exp(value - largest) for value in row]
-            inverse = reciprocal(tree_of_four(row))
             for k in range_constexpr(STREAMS):
-                matrix[k, j] = cute.math.fma(row[k], inverse, eps)
+                matrix[k, j] = starts[STREAMS * j + k]
         normalize_columns(matrix, eps)
-        for _ in range(self.config.sinkhorn_iters - 1):
+        # Not unrolled, as `Seam.load_fn`.
+        for _ in cutlass.range(self.config.sinkhorn_iters - 1, unroll=1):
             normalize_rows(matrix, eps)
             normalize_columns(matrix, eps)
         for j in range_constexpr(STREAMS):
@@ -87,6 +90,13 @@ def normalize_columns(matrix: cute.Tensor, eps: Float32) -> None:
 def tree_of_four(terms: list) -> Float32:
     """Sum of four terms, two and two."""
     return (terms[0] + terms[1]) + (terms[2] + terms[3])
+
+
+def butterfly_of_four(value: Float32) -> Float32:
+    """Sum over four neighbouring lanes, with the bits of `tree_of_four`."""
+    for offset in (1, 2):
+        value = value + cute.arch.shuffle_sync_bfly(value, offset=offset)
+    return value
 
 
 def reciprocal(value: Float32) -> Float32:

@@ -79,7 +79,7 @@ class Buffers:
             mixes.
         squares: [group, token] fp32, of x.
         square_sums: [token, rank] fp32.
-        logits: [16, owned token] fp32, of comb.
+        starts: [16, owned token] fp32, comb before its iteration.
         exchanged: mbarriers of the two exchanges.
     """
 
@@ -90,7 +90,7 @@ class Buffers:
     mix_sums: cute.Tensor
     squares: cute.Tensor
     square_sums: cute.Tensor
-    logits: cute.Tensor
+    starts: cute.Tensor
     exchanged: cute.Pointer
 
 
@@ -281,7 +281,8 @@ class Seam:
     def load_fn(self, fn: cute.Tensor, buffers: Buffers, place: Place) -> None:
         """Begin to load the rows of fn that the warp's set sums, in the warp's columns."""
         if place.is_group:
-            for q in cutlass.range_constexpr(self.tiling.set_rows):
+            # Not unrolled: instructions that run once come from L2, each line when it is needed.
+            for q in cutlass.range(self.tiling.set_rows, unroll=1):
                 row = place.set * self.tiling.set_rows + q
                 if row < self.tiling.rows:
                     at = address_of(fn, Int64(row) * fn.stride[0] + place.column)
@@ -561,9 +562,9 @@ class Seam:
         if place.lane < owned:
             t = place.rank + place.lane * ranks
             if t < size and first + t < operands.x.shape[0]:
-                logits = buffers.logits[None, place.lane]
-                self.mixing.store_comb(logits, operands.comb_out, first + t)
-        # The next pass writes the logits that other lanes read here.
+                starts = buffers.starts[None, place.lane]
+                self.mixing.store_comb(starts, operands.comb_out, first + t)
+        # The next pass writes the starts that other lanes read here.
         cute.arch.sync_warp()
 
 

@@ -211,7 +211,9 @@ BUGS: dict[str, Edit] = {
     "squares sent before all warps have summed": at("Seam.collapse")
     .call("cute.arch.barrier")
     .delete(),
-    "logits read before they are written": at("Seam.mix").call("cute.arch.sync_warp", 0).delete(),
+    "starts of comb read before they are written": at("Seam.mix")
+    .call("cute.arch.sync_warp", 0)
+    .delete(),
     "tokens read before they are loaded": at("Products.write")
     .call("cute.arch.cp_async_wait_group")
     .delete(),
@@ -231,7 +233,7 @@ BUGS: dict[str, Edit] = {
     "squares of other warps read too early": at("Collapse.write_row")
     .call("cute.arch.barrier")
     .delete(),
-    "logits of the second launch read too early": at("Collapse.mix")
+    "starts of comb of the second launch read too early": at("Collapse.mix")
     .call("cute.arch.sync_warp")
     .delete(),
     "products of other CTAs of a joined launch not waited for": at("Joined.meet")
