@@ -194,14 +194,16 @@ def test_graph_replay_reads_new_inputs(expert_dtype, tokens, seed) -> None:
 
 @pytest.mark.parametrize("is_hashed", [False, True], ids=["scores", "table"])
 def test_codes_change_no_bit(is_hashed, seed) -> None:
-    """Up to eight tokens the router then shares a launch."""
+    """Up to sixteen tokens the router then shares a launch."""
     layer = Layer(FLASH, seed, is_hashed)
-    for tokens in (1, 2, 5, 8, 9, 64):
+    for tokens in (1, 2, 5, 8, 9, 16, 17, 64):
         wanted = layer(tokens)
         for _ in range(3):
             assert torch.equal(layer.with_codes(tokens), wanted)
     live = torch.tensor([3], dtype=torch.int32, device="cuda")
-    assert torch.equal(layer.with_codes(8, live_tokens=live), layer(8, live_tokens=live))
+    for tokens in (8, 14):
+        wanted = layer(tokens, live_tokens=live)
+        assert torch.equal(layer.with_codes(tokens, live_tokens=live), wanted)
 
 
 def test_codes_without_scales_are_refused(seed) -> None:

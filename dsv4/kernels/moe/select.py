@@ -65,7 +65,7 @@ class SelectSmem(NamedTuple):
     scores: cute.Tensor  # [expert, warp]
     counts: cute.Tensor  # the same place: scores are of no more use where the sort begins
     board: cute.Tensor
-    # ids of a token of each warp: where there is no other CTA, the sort reads no global memory.
+    # ids of the CTA's tokens: where there is no other CTA, the sort reads no global memory.
     own_ids: cute.Tensor
     is_last: cute.Tensor
 
@@ -77,13 +77,19 @@ class Select:
         warps: of a CTA.
         takes_several: whether a warp takes more than one token where there are fewer CTAs than
             `ctas`: at least two of them, since one sorts the tokens of its warps alone.
+        own_tokens: of which a CTA keeps the ids, so that it sorts them alone; default one a warp.
     """
 
     def __init__(
-        self, config: RoutingConfig, warps: int = SELECT_WARPS, takes_several: bool = False
+        self,
+        config: RoutingConfig,
+        warps: int = SELECT_WARPS,
+        takes_several: bool = False,
+        own_tokens: int | None = None,
     ):
         self.config = config
         self.warps = warps
+        self.own_tokens = warps if own_tokens is None else own_tokens
         self.threads = 32 * warps
         self.takes_several = takes_several
 
@@ -109,8 +115,8 @@ class Select:
     @property
     def smem_bytes(self) -> int:
         """Of shared memory: scores, sums of the sort, ids, and whether the CTA is the last."""
-        words = self.config.experts + BOARD_WORDS + self.config.top_k
-        return 4 * (self.warps * words + 1)
+        words = self.warps * (self.config.experts + BOARD_WORDS)
+        return 4 * (words + self.own_tokens * self.config.top_k + 1)
 
     def views(self, storage: cute.Pointer) -> SelectSmem:
         """Views of `smem_bytes` of shared memory."""
@@ -121,9 +127,9 @@ class Select:
         words += self.warps * self.config.experts
         board = cute.make_tensor(words, cute.make_layout((self.warps, BOARD_WORDS)))
         words += self.warps * BOARD_WORDS
-        ids = cute.make_layout((self.warps, self.config.top_k), stride=(self.config.top_k, 1))
-        own_ids = cute.make_tensor(words, ids)
-        is_last = cute.make_tensor(words + self.warps * self.config.top_k, cute.make_layout(1))
+        shape = (self.own_tokens, self.config.top_k)
+        own_ids = cute.make_tensor(words, cute.make_layout(shape, stride=(self.config.top_k, 1)))
+        is_last = cute.make_tensor(words + shape[0] * shape[1], cute.make_layout(1))
         return SelectSmem(scores, counts, board, own_ids, is_last)
 
     @cute.jit
@@ -261,7 +267,8 @@ class Select:
         """
         thread = cute.arch.thread_idx()[0]
         total = lists.ids.shape[0] * self.config.top_k
-        ids = cute.make_tensor(own_ids.iterator, cute.make_layout(self.warps * self.config.top_k))
+        most = self.own_tokens * self.config.top_k
+        ids = cute.make_tensor(own_ids.iterator, cute.make_layout(most))
         heads = cute.make_tensor(heads.iterator, ids.layout)
         expert = Int32(NO_EXPERT)
         if thread < total:

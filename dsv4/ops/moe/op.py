@@ -305,7 +305,7 @@ def moe(
             anything, and their results are 0.
         x_codes: [T, D] float8_e4m3fn, and
         x_scale: [T, D / 128] float8_e8m0fnu: x as `quantize_e4m3` rounds it, where that is known.
-            Up to eight tokens, Hopper's kernels then spare a launch; nothing else looks at them.
+            Up to 16 tokens, Hopper's kernels then spare a launch; nothing else looks at them.
         out: [T, D] to write into; default a new tensor.
         out_dtype: bfloat16 or float32; default that of `out`, else of x.
         combine: False where the reader takes rows, too: kernels then leave the last sum to it.

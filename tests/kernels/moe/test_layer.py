@@ -78,7 +78,9 @@ def test_warps_of_the_selection_take_several_tokens(target, seed) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_hashed", [False, True], ids=["scores", "table"])
 @pytest.mark.parametrize(
-    ("tokens", "tiling"), [(1, 0), (8, 1)], ids=["a launch each", "both products in one"]
+    ("tokens", "tiling"),
+    [(1, 0), (8, 1), (13, 2), (16, 2)],
+    ids=["a launch each", "both products in one", "two tiles of tokens", "all of two tiles"],
 )
 def test_router_beside_the_first_product_has_the_same_bits(
     target, tokens, tiling, is_hashed, seed

@@ -9,6 +9,8 @@ leads, its selection shares that launch, or all of it does.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import cutlass
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, cute
 
@@ -21,7 +23,7 @@ from dsv4.kernels.moe.expert_tensors import ExpertTensors, Selection
 from dsv4.kernels.moe.gate_many import Gates
 from dsv4.kernels.moe.gather import Gathered, GatherTokens, QuantizeOrdered
 from dsv4.kernels.moe.plan import ProductPlan, Source, Tiling, tilings
-from dsv4.kernels.moe.routing import MOST_RUNS, ROUTER_TOKENS, RoutingConfig
+from dsv4.kernels.moe.routing import MOST_RUNS, ROUTER_TOKENS, TOKEN_TILE, RoutingConfig
 from dsv4.kernels.moe.select import Select
 from dsv4.kernels.moe.select_many import SelectMany
 from dsv4.kernels.moe.sm90.context import Operands
@@ -48,7 +50,8 @@ class ExpertsSm90:
     def __init__(self, config: ExpertsConfig, routing: RoutingConfig | None = None):
         self.config = config
         self.products = []
-        self.wide, self.leading = [], None  # of many tokens, behind the others
+        self.wide = []  # of many tokens, behind the others
+        self.leading = [] if routing is None else self._routers(config, routing)
         self.gate = None if routing is None else Gates(routing)
         for tiling in tilings(config):
             if tiling.is_wide:
@@ -56,8 +59,6 @@ class ExpertsSm90:
                 continue
             shared, routed = (self._gate_and_up(tiling, is_shared) for is_shared in (True, False))
             if routing is not None:
-                if self.leading is None and tiling.alone_tokens <= ROUTER_TOKENS:
-                    self.leading = RouterBesideProduct(shared, routing)
                 select = Select(routing, shared.plan.warps.threads // 32, takes_several=True)
                 shared = ProductBesideSelection(shared, select)
             plan = ProductPlan.down(config, tiling, self.lanes_per_warp)
@@ -66,6 +67,13 @@ class ExpertsSm90:
             self.products.append((shared, routed, second, joint))
         self.quantizer = QuantizeRows(config.inner)
         self.combine = Combine(config.hidden, config.top_k)
+
+    def _routers(self, config: ExpertsConfig, routing: RoutingConfig) -> list[RouterBesideProduct]:
+        """Routers of few tokens, by the columns of the product beside them, ascending."""
+        few = tilings(config)[0]
+        columns = range(TOKEN_TILE, ROUTER_TOKENS + 1, TOKEN_TILE)
+        tilings_of = [replace(few, alone_tokens=count) for count in columns]
+        return [RouterBesideProduct(self._gate_and_up(t, True), routing) for t in tilings_of]
 
     def _gate_and_up(self, tiling: Tiling, is_shared: bool) -> GroupedProduct:
         config = self.config
@@ -164,9 +172,9 @@ class ExpertsSm90:
 
     def leads(self, tokens: Int32, x_codes: cute.Tensor, num_sms: Int32) -> Boolean:
         """Whether the whole router shares a launch with the shared expert's first product."""
-        if self.leading is None:
+        if not self.leading:
             return Boolean(False)
-        return self.leading.serves(tokens, x_codes, num_sms)
+        return self.leading[-1].serves(tokens, x_codes, num_sms)
 
     @cute.jit
     def _lead(self, up: Operands, selection: Selection, stream, num_sms: Int32):
@@ -174,10 +182,12 @@ class ExpertsSm90:
         gate = selection.gate
         if not selection.leads:
             self.gate.launch(gate, stream, selection.token_tiles)
-        if cutlass.const_expr(self.leading is not None):
+        if cutlass.const_expr(len(self.leading) > 0):
             router = RouterTensors(gate.x, gate.weight, selection.counter, selection.lists)
-            if selection.leads:
-                self.leading.launch(up, router, stream, num_sms, selection.group_tokens)
+            tile = (Int32(gate.x.shape[0]) - 1) // TOKEN_TILE
+            for i in cutlass.range_constexpr(len(self.leading)):
+                if selection.leads & (tile == i):
+                    self.leading[i].launch(up, router, stream, num_sms, selection.group_tokens)
 
 
 class WideProducts:

@@ -29,8 +29,8 @@ from dsv4.kernels.moe.routing import (
     ARRIVAL_WORDS,
     EXPERT_TILE,
     GATE_THREADS,
-    ROUTER_TOKENS,
     SLICE_PARTS,
+    TOKEN_TILE,
     RoutingConfig,
 )
 from dsv4.kernels.moe.select import Lists, Select, arrive, live_count, load_bias
@@ -39,7 +39,7 @@ from dsv4.kernels.moe.sm90.product import GroupedProduct, launch_options
 
 # ptxas bounds registers by them, so that the next launch's CTAs find some beside one of these.
 CTAS_OF_REGISTERS = 2
-SUMS_BYTES = 4 * 2 * PAIRS * SLICE_PARTS  # of four warps
+SUMS_BYTES = 4 * 2 * PAIRS * SLICE_PARTS  # of four warps and a token tile
 
 
 class RouterTensors(NamedTuple):
@@ -62,11 +62,13 @@ class RouterBesideProduct:
         self.product = product
         self.routing = routing
         plan = product.plan
-        self.select = Select(routing, plan.warps.threads // 32)
+        self.tokens = plan.shared.tokens
+        self.token_tiles = self.tokens // TOKEN_TILE
+        self.select = Select(routing, plan.warps.threads // 32, own_tokens=self.tokens)
         assert plan.warps.threads % GATE_THREADS == 0, plan.warps
-        assert self.select.warps >= ROUTER_TOKENS, plan.warps
+        assert self.tokens * routing.top_k <= plan.warps.threads, plan.warps
         self.units = plan.warps.threads // GATE_THREADS  # of a CTA
-        self.select_start = self.units * SUMS_BYTES
+        self.select_start = self.units * self.token_tiles * SUMS_BYTES
         used = self.select_start + self.select.smem_bytes
         assert used <= plan.smem["weight"].bytes, used
 
@@ -79,11 +81,11 @@ class RouterBesideProduct:
         return -(-self.expert_tiles * self.routing.slices // self.units)
 
     def serves(self, tokens: Int32, x_codes: cute.Tensor, num_sms: Int32) -> Boolean:
-        """Whether a launch has codes and few tokens, and an SM for every CTA: else the product's
-        last ones would wait for the gate's."""
+        """Whether a launch has codes, no more tokens than a tile of the product, and an SM for each
+        CTA: else the product's last ones would wait for the gate's."""
         plan = self.product.plan
         has_room = self.gate_ctas + plan.row_tiles <= num_sms
-        return (x_codes.shape[0] > 0) & (tokens <= ROUTER_TOKENS) & has_room
+        return (x_codes.shape[0] > 0) & (tokens <= self.tokens) & has_room
 
     @cute.jit
     def launch(
@@ -147,35 +149,42 @@ class RouterBesideProduct:
         if cta == 0 and thread == 0:
             for word in cutlass.range_constexpr(ARRIVAL_WORDS):
                 router.lists.arrivals[word] = Int32(0)
-        start = cute.recast_ptr(storage + own * SUMS_BYTES, dtype=Float32)
-        shape = (2, PAIRS, SLICE_PARTS)
-        sums = cute.make_tensor(start, cute.make_layout(shape, stride=ORDER[:3]))
+        first = storage + own * (self.token_tiles * SUMS_BYTES)
+        shape = (2, PAIRS, SLICE_PARTS, self.token_tiles)
+        layout = cute.make_layout(shape, stride=ORDER)
+        sums = cute.make_tensor(cute.recast_ptr(first, dtype=Float32), layout)
         if has_unit:
             lane = cute.arch.lane_idx()
-            words = cute.make_rmem_tensor((WORDS, CHUNKS), Uint32)
-            load_activations(router.x, Int32(0), split * SLICE_PARTS + part, words)
-            for m in cutlass.range_constexpr(M_TILES):
-                found = products(weights, words, m)
-                for half in cutlass.range_constexpr(2):
-                    row = m * M_TILE + half * 8 + lane // 4
-                    for column in cutlass.range_constexpr(2):
-                        sums[column, row * 4 + lane % 4, part] = found[2 * half + column]
+            # All loads are under way before the first product.
+            words = cute.make_rmem_tensor((WORDS, CHUNKS, self.token_tiles), Uint32)
+            for tile in cutlass.range_constexpr(self.token_tiles):
+                k_block = split * SLICE_PARTS + part
+                load_activations(router.x, tile * TOKEN_TILE, k_block, words[None, None, tile])
+            for tile in cutlass.range_constexpr(self.token_tiles):
+                for m in cutlass.range_constexpr(M_TILES):
+                    found = products(weights, words[None, None, tile], m)
+                    for half in cutlass.range_constexpr(2):
+                        row = m * M_TILE + half * 8 + lane // 4
+                        for column in cutlass.range_constexpr(2):
+                            value = found[2 * half + column]
+                            sums[column, row * 4 + lane % 4, part, tile] = value
         cute.arch.sync_threads()
         if has_unit:
-            # A thread has an expert and two tokens.
+            # A thread has an expert and two tokens of a tile.
             pair = thread % GATE_THREADS
             expert = expert_tile * EXPERT_TILE + pair // 4
-            for column in cutlass.range_constexpr(2):
-                total = sums[column, pair, 0]
-                for other in cutlass.range_constexpr(1, SLICE_PARTS):
-                    total += sums[column, pair, other]
-                token = pair % 4 * 2 + column
-                if token < partials.shape[1]:
-                    partials[split, token, expert] = total
+            for tile in cutlass.range_constexpr(self.token_tiles):
+                for column in cutlass.range_constexpr(2):
+                    total = sums[column, pair, 0, tile]
+                    for other in cutlass.range_constexpr(1, SLICE_PARTS):
+                        total += sums[column, pair, other, tile]
+                    token = tile * TOKEN_TILE + pair % 4 * 2 + column
+                    if token < partials.shape[1]:
+                        partials[split, token, expert] = total
 
     @cute.jit
     def choose(self, lists: Lists, storage: cute.Pointer, group_tokens: Int32) -> None:
-        """Experts and weights of all tokens, a warp each, and the list of pairs."""
+        """Experts and weights of all tokens, by the warps in turn, and the list of pairs."""
         views = self.select.views(storage)
         warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32)
         tokens = lists.ids.shape[0]
@@ -183,9 +192,11 @@ class RouterBesideProduct:
         bias = None
         if cutlass.const_expr(not self.routing.is_hashed):
             bias = load_bias(lists.bias, self.routing)
-        if warp < tokens:
-            own_ids = views.own_ids[warp, None]
-            scores = views.scores[None, warp]
-            self.select.select(lists, scores, bias, own_ids, Int32(warp), warp < live)
+        scores = views.scores[None, warp]
+        for token in cutlass.range(warp, tokens, self.select.warps, unroll=1):
+            own_ids = views.own_ids[token, None]
+            self.select.select(lists, scores, bias, own_ids, Int32(token), token < live)
+            # The next token's scores come where lanes may still read this one's.
+            cute.arch.sync_warp()
         cute.arch.sync_threads()
         self.select.sort_few(lists, views.counts, views.own_ids, group_tokens, live)
