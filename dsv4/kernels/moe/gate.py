@@ -131,7 +131,10 @@ class Gate:
         for tile in cutlass.range_constexpr(MOST_TILES):
             if tile < tiles:
                 token = first_token + tile * TOKEN_TILE
-                store_totals(tensors.partials, totals[None, tile], token, split, expert_tile)
+                thread = cute.arch.thread_idx()[0]
+                store_totals(
+                    tensors.partials, totals[None, tile], token, split, expert_tile, thread
+                )
 
     @cute.jit
     def add_slice(
@@ -148,24 +151,14 @@ class Gate:
     ) -> None:
         """total += the sums of a slice, of this thread's expert and two tokens."""
         lane = cute.arch.lane_idx()
-        group, place = lane // 4, lane % 4
-        token = first_token + group
-        for m in cutlass.range_constexpr(M_TILES):
-            found = products(weights, words, m)
-            for half in cutlass.range_constexpr(2):
-                row = m * M_TILE + half * 8 + group
-                for column in cutlass.range_constexpr(2):
-                    sums[column, row * 4 + place, warp] = found[2 * half + column]
+        store_sums(weights, words, sums[None, None, warp])
         if cutlass.const_expr(self.config.quantizes):  # noqa: SIM102 static
             if expert_tile == 0:
-                store_codes(tensors, words, token, k_block, place)
+                store_codes(tensors, words, first_token + lane // 4, k_block, lane % 4)
         cute.arch.sync_threads()
         thread = cute.arch.thread_idx()[0]
         for column in cutlass.range_constexpr(2):
-            found = sums[column, thread, 0]
-            for part in cutlass.range_constexpr(1, SLICE_PARTS):
-                found += sums[column, thread, part]
-            total[column] += found
+            total[column] += added_parts(sums[column, thread, None])
 
 
 PAIRS = EXPERT_TILE * TOKEN_TILE // 2  # of neighbouring tokens, of an expert: one for each thread
@@ -180,6 +173,26 @@ def products(weights: cute.Tensor, words: cute.Tensor, m: int) -> tuple:
             a = [weights[step + high, 2 * m + half, c] for high in (0, 1) for half in (0, 1)]
             sums = mma_bf16(a, [words[step, c], words[step + 1, c]], sums)
     return sums
+
+
+@cute.jit
+def store_sums(weights: cute.Tensor, words: cute.Tensor, sums: cute.Tensor) -> None:
+    """sums[column, pair] = a part's sums of 32 experts and 8 tokens."""
+    lane = cute.arch.lane_idx()
+    for m in cutlass.range_constexpr(M_TILES):
+        found = products(weights, words, m)
+        for half in cutlass.range_constexpr(2):
+            row = m * M_TILE + half * 8 + lane // 4
+            for column in cutlass.range_constexpr(2):
+                sums[column, row * 4 + lane % 4] = found[2 * half + column]
+
+
+def added_parts(sums: cute.Tensor) -> Float32:
+    """Sum of a slice, of those of its parts in order."""
+    total = sums[0]
+    for part in range(1, SLICE_PARTS):
+        total += sums[part]
+    return total
 
 
 def mma_bf16(a: list, b: list, c: tuple) -> tuple:
@@ -226,13 +239,12 @@ def load_vector(source: cute.Tensor, row, column, target: cute.Tensor) -> None:
 
 @cute.jit
 def store_totals(
-    partials: cute.Tensor, total: cute.Tensor, first_token: Int32, split: Int32, expert_tile: Int32
+    partials: cute.Tensor, total: cute.Tensor, first_token, split: Int32, expert_tile: Int32, pair
 ) -> None:
-    """partials[split, token, expert] of this thread's expert and two tokens."""
-    thread = cute.arch.thread_idx()[0]
-    expert = expert_tile * EXPERT_TILE + thread // 4
+    """partials[split, token, expert] of a pair, an expert and two tokens."""
+    expert = expert_tile * EXPERT_TILE + pair // 4
     for column in cutlass.range_constexpr(2):
-        token = first_token + thread % 4 * 2 + column
+        token = first_token + pair % 4 * 2 + column
         if token < partials.shape[1]:
             partials[split, token, expert] = total[column]
 

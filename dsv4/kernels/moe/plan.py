@@ -233,7 +233,7 @@ class ProductPlan(RingPlan):
 
     def _kind(self, dtype: str, tokens: int, is_packed: bool) -> Kind:
         blocks = max(PANEL_BLOCKS * 4 // WEIGHT_BITS[dtype] // min(self.panels, 2), 1)
-        if dtype == "fp8" and self.has_long_stages:
+        if self.has_long_stages:
             blocks *= 2
         return Kind(dtype, tokens, blocks, -(-self.k_blocks // blocks), is_packed)
 

@@ -16,9 +16,8 @@ TOKEN_TILE = 8  # columns of a tensor-core product
 MOST_TILES = 8  # token tiles of a CTA of the gate
 GATE_THREADS = 32 * SLICE_PARTS
 GATE_CTAS = 264  # of the gate that a GPU holds at a time
-ROUTER_TOKENS = (
-    2 * TOKEN_TILE
-)  # that the router and the shared expert's first product share a launch
+# Most tokens whose router and the shared expert's first product share a launch.
+ROUTER_TOKENS = 2 * TOKEN_TILE
 ONE_SPLIT_TOKENS = 512  # above, a CTA adds all slices itself: no partial sums in memory
 FEW_TOKENS = 1024  # above, the gate is that of many tokens
 SELECT_WARPS = 16  # tokens of a CTA of the selection by itself

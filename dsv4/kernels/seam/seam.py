@@ -281,7 +281,7 @@ class Seam:
     def load_fn(self, fn: cute.Tensor, buffers: Buffers, place: Place) -> None:
         """Begin to load the rows of fn that the warp's set sums, in the warp's columns."""
         if place.is_group:
-            # Not unrolled: instructions that run once come from L2, each line when it is needed.
+            # Not unrolled: instructions that run once are fetched where they are needed.
             for q in cutlass.range(self.tiling.set_rows, unroll=1):
                 row = place.set * self.tiling.set_rows + q
                 if row < self.tiling.rows:

@@ -16,14 +16,15 @@ from cutlass import Boolean, Float32, Int32, Uint32, cute
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.moe.gate import (
     CHUNKS,
-    M_TILE,
     M_TILES,
     ORDER,
     PAIRS,
     WORDS,
+    added_parts,
     load_activations,
     load_weights,
-    products,
+    store_sums,
+    store_totals,
 )
 from dsv4.kernels.moe.routing import (
     ARRIVAL_WORDS,
@@ -149,38 +150,26 @@ class RouterBesideProduct:
         if cta == 0 and thread == 0:
             for word in cutlass.range_constexpr(ARRIVAL_WORDS):
                 router.lists.arrivals[word] = Int32(0)
-        first = storage + own * (self.token_tiles * SUMS_BYTES)
+        start = storage + own * (self.token_tiles * SUMS_BYTES)
         shape = (2, PAIRS, SLICE_PARTS, self.token_tiles)
         layout = cute.make_layout(shape, stride=ORDER)
-        sums = cute.make_tensor(cute.recast_ptr(first, dtype=Float32), layout)
+        sums = cute.make_tensor(cute.recast_ptr(start, dtype=Float32), layout)
         if has_unit:
-            lane = cute.arch.lane_idx()
             # All loads are under way before the first product.
             words = cute.make_rmem_tensor((WORDS, CHUNKS, self.token_tiles), Uint32)
             for tile in cutlass.range_constexpr(self.token_tiles):
                 k_block = split * SLICE_PARTS + part
                 load_activations(router.x, tile * TOKEN_TILE, k_block, words[None, None, tile])
             for tile in cutlass.range_constexpr(self.token_tiles):
-                for m in cutlass.range_constexpr(M_TILES):
-                    found = products(weights, words[None, None, tile], m)
-                    for half in cutlass.range_constexpr(2):
-                        row = m * M_TILE + half * 8 + lane // 4
-                        for column in cutlass.range_constexpr(2):
-                            value = found[2 * half + column]
-                            sums[column, row * 4 + lane % 4, part, tile] = value
+                store_sums(weights, words[None, None, tile], sums[None, None, part, tile])
         cute.arch.sync_threads()
         if has_unit:
-            # A thread has an expert and two tokens of a tile.
             pair = thread % GATE_THREADS
-            expert = expert_tile * EXPERT_TILE + pair // 4
+            total = cute.make_rmem_tensor(2, Float32)
             for tile in cutlass.range_constexpr(self.token_tiles):
                 for column in cutlass.range_constexpr(2):
-                    total = sums[column, pair, 0, tile]
-                    for other in cutlass.range_constexpr(1, SLICE_PARTS):
-                        total += sums[column, pair, other, tile]
-                    token = tile * TOKEN_TILE + pair % 4 * 2 + column
-                    if token < partials.shape[1]:
-                        partials[split, token, expert] = total
+                    total[column] = added_parts(sums[column, pair, None, tile])
+                store_totals(partials, total, tile * TOKEN_TILE, split, expert_tile, pair)
 
     @cute.jit
     def choose(self, lists: Lists, storage: cute.Pointer, group_tokens: Int32) -> None:
