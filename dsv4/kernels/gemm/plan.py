@@ -43,6 +43,10 @@ STAGED_ROW = K_BLOCK + 8
 SPILL_GRANULE = 512  # fp32 elements: so both halves of a buffer are aligned as TMA swizzles them
 CONSUMER_WARPS = 8
 MIN_STAGES = 2
+# k blocks whose products a warpgroup of few tokens has under way, and those of a run, which is
+# written out. Three or four under way are no faster: 320 bytes an SM and clock pass from shared
+# memory to tensor cores either way, and a stage is empty later.
+MOST_UNDER_WAY, MOST_RUN = 2, 8
 RESIDENT_TOKENS, FEW_TOKENS, MANY_TOKENS, MOST_TOKENS = 8, 16, 64, 128  # of the tilings
 # Levels of the stack of sums that MOST_TOKENS leave registers for, beside a block's products; a
 # deeper one waits in shared memory.
@@ -168,9 +172,14 @@ class LinearPlan(RingPlan):
 
     @property
     def blocks_under_way(self) -> int:
-        """k blocks whose products a warpgroup has under way: of few tokens two, since what they
-        wait for is a chain of latencies, once the ring is full."""
-        return 2 if self.tokens <= FEW_TOKENS else 1
+        """k blocks whose products a warpgroup has under way: of few tokens several, since what
+        they wait for is a chain of latencies, once the ring is full."""
+        return MOST_UNDER_WAY if self.tokens <= FEW_TOKENS else 1
+
+    @property
+    def run_blocks(self) -> int:
+        """k blocks that follow each other without a pause."""
+        return min(MOST_RUN, self.slice_blocks) if self.blocks_under_way > 1 else 1
 
     @property
     def ring_blocks(self) -> int:

@@ -48,6 +48,8 @@ class SparseFmhaPaged(KernelOp):
         "request_ids",
         "window_table",
         "block_table",
+        "rope",
+        "sink_logits",
     )
 
     def values(self, config: PagedFmhaConfig) -> Mapping[str, int | str]:
@@ -218,8 +220,9 @@ def sparse_fmha_paged(
             and window_table those of window_pool, too.
         request_ids: [T] int32, rows of the tables; a token of a negative one is padding: o = 0.
         window_table: [requests, columns] int32, pages of window_pool.
-            GPUs read lens, tables, `positions` and `request_ids` while the launch before may still
-            run: they must not be what a kernel with programmatic dependent launch just wrote.
+            GPUs read lens, tables, `positions`, `request_ids`, `rope` and `sink_logits` while the
+            launch before may still run: they must not be what a kernel with programmatic dependent
+            launch just wrote.
         sliding_window, ratio: of tables.
         softmax_scale: factor on q . k; default head_dim ** -0.5.
         num_splits: KV splits of the GPU kernel; default chosen by the size of the launch.

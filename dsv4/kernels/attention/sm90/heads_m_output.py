@@ -98,6 +98,7 @@ class OutputWarpgroups:
             if own_ctx.tiling.num_splits > 1:
                 offset = self.combine.warp_offset(own_ctx.tiling, coord, half, f.thread // 32)
             f.acc.fill(0.0)
+            turns = self._load_turns(ctx, f, coord)
             # Stages with Q, or with an unused tile, belong to the score warpgroup.
             if cutlass.const_expr(self.plan.q_register_dim > 0):
                 kv = ctx.pipes.kv.next(kv)
@@ -115,7 +116,7 @@ class OutputWarpgroups:
                 tiles, kv = self._multiply_tiles(ctx, f, f.subtiles, columns, count, tiles, kv)
 
             # ---- epilogue ----
-            self._rotate(ctx, f, coord, half, first_subtile, is_sliced)
+            self._rotate(ctx, f, turns, half, first_subtile, is_sliced)
             if own_ctx.tiling.num_splits > 1:
                 # What is never run takes most of the compilation, too.
                 if cutlass.const_expr(not ctx.tiling.is_plain):
@@ -135,9 +136,13 @@ class OutputWarpgroups:
             phase ^= 1
             index = told_index(ctx, phase, index + step)
 
+    def _load_turns(self, ctx: HeadsMContext, f: OutputFragments, coord) -> cute.Tensor | None:
+        """Load what a work tile's output is rotated by: nothing."""
+
     def _rotate(
-        self, ctx: HeadsMContext, f: OutputFragments, coord, half, first_subtile, is_sliced
-    ):
+        self, ctx: HeadsMContext, f: OutputFragments, turns: cute.Tensor | None, half,
+        first_subtile, is_sliced,
+    ):  # fmt: skip
         """Rotate what is accumulated: not here."""
 
     @cute.jit

@@ -34,20 +34,21 @@ class PagedMathWarpgroup(MathWarpgroup):
         q_factor, scale = ctx.operands.q_factor, f.heads.scale
         f.heads.largest.fill(-cutlass.Float32.inf)
         f.heads.negative.fill(0)
-        for c, j in f.heads.columns():
-            scale[c, j] = cutlass.Float32(self.scale_log2)
-            if token < q_factor.shape[0]:
-                own_head = head + 8 * j + f.lane % 4 * 2 + c
-                factor = self.scale_log2 * self._factor(q_factor, token, own_head, f.lane)
+        scale.fill(self.scale_log2)
+        if token < q_factor.shape[0]:
+            own = [(c, j, head + 8 * j + f.lane % 4 * 2 + c) for c, j in f.heads.columns()]
+            factors = self._factors(q_factor, token, [head for _, _, head in own], f.lane)
+            for (c, j, _), factor in zip(own, factors):
+                factor = self.scale_log2 * factor
                 scale[c, j] = positive_scale(factor)
                 bit = cutlass.select_(factor < 0.0, cutlass.Int32(1 << 2 * j + c), cutlass.Int32(0))
                 f.heads.negative[0] |= bit
 
-    def _factor(self, q_factor: cute.Tensor, token, head, lane):
-        """Factor of a head, which eight lanes of every warp have."""
+    def _factors(self, q_factor: cute.Tensor, token, heads: list, lane) -> list:
+        """Factors of heads, which eight lanes of every warp have."""
         if self.norm is None:
-            return q_factor[token, head]
-        return self.norm.of_lanes(q_factor, token, head, lane // 4, 4)
+            return [q_factor[token, head] for head in heads]
+        return self.norm.of_lanes(q_factor, token, heads, lane // 4, 4)
 
     @cute.jit
     def _mask(
@@ -107,17 +108,28 @@ class PagedMathWarpgroup(MathWarpgroup):
                         max_logits[coord.token, head] = largest[c, j] * LN_2
 
     @cute.jit
-    def _rotate(self, ctx: SwapAbContext, f: MathFragments, coord):
-        """Rotate the last chunk of the accumulators, if there is a table: columns are rows of the
-        fragment, a pair of them four lanes apart."""
+    def _load_turns(self, ctx: SwapAbContext, f: MathFragments, index, turns: cute.Tensor):
+        """Cosines and sines of a lane's two pairs of columns, if there is a table: two latencies,
+        one behind the other, that nothing waits for before the keys are there."""
         rope = ctx.operands.rope
         if rope.shape[0] > 0:
-            table_row = rope_row(rope, ctx.operands.keys.positions, coord.token)
-            values, lane = by_row(f.chunks[-1]), f.lane
-            is_first = lane // 4 % 2 == 0
+            token = ctx.tiling.coordinates(index)[2]
+            row = rope_row(rope, ctx.operands.keys.positions, token)
             for r in cutlass.range_constexpr(2):
-                pair = (f.warp * 16 + 8 * r + lane // 4) // 2
-                cosine, sine = rotation(rope, table_row, pair)
+                turns[0, r], turns[1, r] = rotation(rope, row, self._pair(f, r))
+
+    def _pair(self, f: MathFragments, r: int):
+        """Pair of columns that row `r` of a lane's two of a chunk belongs to."""
+        return (f.warp * 16 + 8 * r + f.lane // 4) // 2
+
+    @cute.jit
+    def _rotate(self, ctx: SwapAbContext, f: MathFragments, turns: cute.Tensor):
+        """Rotate the last chunk of the accumulators, if there is a table: columns are rows of the
+        fragment, a pair of them four lanes apart."""
+        if ctx.operands.rope.shape[0] > 0:
+            values, is_first = by_row(f.chunks[-1]), f.lane // 4 % 2 == 0
+            for r in cutlass.range_constexpr(2):
+                cosine, sine = turns[0, r], turns[1, r]
                 sine = cutlass.select_(is_first, sine, -sine)
                 for c, j in f.heads.columns():
                     own = values[r, c, j]

@@ -100,16 +100,21 @@ class PagedScoreWarpgroup(ScoreWarpgroup):
         meanwhile."""
         squares, inputs = ctx.operands.q_factor, ctx.smem.row_inputs
         first = f.thread // 32 * WARP_ROWS
-        for i in cutlass.range_constexpr(WARP_ROWS // 4):
-            row = first + 4 * i + f.lane // 8
-            # Rows of padding take the factor of the first head.
-            head = coord.head + row
-            head = cutlass.select_(head < self.num_query_heads, head, cutlass.Int32(0))
-            factor = cutlass.Float32(1.0)
-            if coord.token < squares.shape[0]:
-                factor = self.norm.of_lanes(squares, coord.token, head, f.lane % 8, 1)
-            if f.lane % 8 == 0:
-                inputs[FACTORS, row] = factor
+        rows = [first + 4 * i + f.lane // 8 for i in range(WARP_ROWS // 4)]
+        # Rows of padding take the factor of the first head.
+        heads = [coord.head + row for row in rows]
+        heads = [
+            cutlass.select_(head < self.num_query_heads, head, cutlass.Int32(0)) for head in heads
+        ]
+        factors = cute.make_rmem_tensor(len(rows), cutlass.Float32)
+        factors.fill(1.0)
+        if coord.token < squares.shape[0]:
+            found = self.norm.of_lanes(squares, coord.token, heads, f.lane % 8, 1)
+            for i in cutlass.range_constexpr(len(rows)):
+                factors[i] = found[i]
+        if f.lane % 8 == 0:
+            for i in cutlass.range_constexpr(len(rows)):
+                inputs[FACTORS, rows[i]] = factors[i]
 
     def _await_scales(self, ctx: HeadsMContext, f: ScoreFragments) -> None:
         cute.arch.cp_async_wait_group(0)

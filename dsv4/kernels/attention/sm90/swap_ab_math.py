@@ -116,14 +116,22 @@ class MathWarpgroup:
         f = self._fragments(ctx)
         lane, per_tile = f.lane, self.plan.slots_per_tile
         index = cute.arch.block_idx()[0]
+        turns = cute.make_rmem_tensor((2, 2), cutlass.Float32)
+        turns.fill(0.0)
+        # Parameters and positions are not what the launch before writes, by the paged op's word.
+        if cutlass.const_expr(self.is_paged):
+            self._load_sinks(ctx, f)
+        if cutlass.const_expr(not ctx.tiling.has_pieces):
+            self._load_turns(ctx, f, index, turns)
         # What the scheduler warp publishes first comes after the launch before.
         ctx.pipes.span.wait(cutlass.Int32(0))
-        sinks = ctx.smem.sinks
-        if f.thread < self.plan.tile_heads * self.plan.head_tiles:
-            sinks[f.thread] = ctx.operands.sink_logits[f.thread]
+        if cutlass.const_expr(not self.is_paged):
+            self._load_sinks(ctx, f)
         f.scratch.sync()
         kv, phase = ctx.pipes.kv.consumer(), cutlass.Int32(0)
         index = told_index(ctx, phase, index)
+        if cutlass.const_expr(ctx.tiling.has_pieces):
+            self._load_turns(ctx, f, index, turns)
         while index < ctx.tiling.work_tiles:
             # ---- prologue ----
             scratch = f.scratch.of_heads(ctx.tiling.coordinates(index)[0])
@@ -159,7 +167,7 @@ class MathWarpgroup:
             if cutlass.const_expr(not self.sums_last):
                 reduce_row_sums(f.heads, f.scratch)
             coord = self.combine.coord(ctx.operands.workspace, ctx.tiling, index)
-            self._rotate(ctx, f, coord)
+            self._rotate(ctx, f, turns)
             if own_ctx.tiling.num_splits > 1:
                 self._combine_splits(own_ctx, f, coord, has_both)
             else:
@@ -169,11 +177,22 @@ class MathWarpgroup:
                 self._store_largest(own_ctx, f, coord)
             phase ^= 1
             index = told_index(ctx, phase, ctx.scheduler.next(index))
+            if index < ctx.tiling.work_tiles:
+                self._load_turns(ctx, f, index, turns)
+
+    @cute.jit
+    def _load_sinks(self, ctx: SwapAbContext, f: MathFragments):
+        """Copy the sinks of all heads to shared memory."""
+        if f.thread < self.plan.tile_heads * self.plan.head_tiles:
+            ctx.smem.sinks[f.thread] = ctx.operands.sink_logits[f.thread]
 
     def _load_scales(self, ctx: SwapAbContext, f: MathFragments, index) -> None:
         """Load what else the scores of a work tile's heads are multiplied by: nothing."""
 
-    def _rotate(self, ctx: SwapAbContext, f: MathFragments, coord) -> None:
+    def _load_turns(self, ctx: SwapAbContext, f: MathFragments, index, turns: cute.Tensor) -> None:
+        """Load what a work tile's output is rotated by: nothing."""
+
+    def _rotate(self, ctx: SwapAbContext, f: MathFragments, turns: cute.Tensor) -> None:
         """Rotate what is accumulated: not here."""
 
     def _store_largest(self, ctx: SwapAbContext, f: MathFragments, coord) -> None:

@@ -49,16 +49,22 @@ class Activations:
             cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
         for i in cutlass.range(thread, plan.tokens * plan.cta_blocks, CONSUMERS, unroll=1):
             smem.scales[i % plan.tokens, i // plan.tokens] = Float32(0.0)
+        sync_consumers()
 
     @cute.jit
-    def take(self, ctx: LinearContext, token_tile, x_block):
-        """Scales of a token tile from a k block of x on, and codes where they are resident."""
+    def take(self, ctx: LinearContext, token_tile, x_block, is_first):
+        """Scales of a token tile from a k block of x on, and codes where they are resident.
+
+        Args:
+            is_first: whether it is the first one; then zeros are there, of all consumers.
+        """
         plan, smem = self.plan, ctx.smem
         thread = cute.arch.thread_idx()[0]
         first_token = token_tile * plan.tokens
         first_block = x_block + ctx.rank * plan.cta_blocks
-        # All are done with the tile before.
-        sync_consumers()
+        if not is_first:
+            # All are done with the tile before.
+            sync_consumers()
         if cutlass.const_expr(plan.tiling.is_streamed):
             x_scale = ctx.operands.x_scale
             for i in cutlass.range(thread, plan.tokens * plan.cta_blocks, CONSUMERS, unroll=1):

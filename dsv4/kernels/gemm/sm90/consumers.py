@@ -18,6 +18,9 @@ from dsv4.kernels.kit.wgmma import gemm
 WARP = 32
 WARPGROUP_WARPS = 4
 WGMMAS = 4  # of a k block
+# Tiles whose weight scales are asked for ahead: a load that stands in line behind weights takes
+# longer than the products of a tile.
+TILES_AHEAD = 2
 
 
 class Consumers:
@@ -43,30 +46,36 @@ class Consumers:
             part, ring_part = ctx.rank * plan.rings + group, group
         first_block = part * plan.ring_blocks
         stack = [sum_fragment(plan) for _ in range(plan.own_slices.bit_length())]
-        here = cute.make_rmem_tensor(self.scale_words, Float32)
-        ahead = cute.make_rmem_tensor(self.scale_words, Float32)
-        cursor, turn = ctx.pipes.ring.consumer(), Int32(0)
+        here, ahead, cursor = None, [], ctx.pipes.ring.consumer()
         index, last_token_tile, last_x_block = scheduler.index(0), Int32(-1), Int32(0)
+        tile, turn = scheduler.coordinates(index), Int32(0)
         loaded = self.epilogue.make_loaded(ctx)
         if cutlass.const_expr(plan.is_quantized):
+            here = cute.make_rmem_tensor(self.scale_words, Float32)
+            dtype = ctx.operands.scales[0].element_type
+            ahead = [cute.make_rmem_tensor(self.scale_words, dtype) for _ in range(TILES_AHEAD)]
             # Scales of the weight, as the weight itself, are not what the launch before writes.
-            self._load_scales(ctx, index, first_block, lane, ahead)
+            for n in cutlass.range_constexpr(TILES_AHEAD):
+                if scheduler.exists(scheduler.index(n)):
+                    self._load_scales(ctx, scheduler.index(n), first_block, lane, ahead[n])
         if cutlass.const_expr(not plan.has_streamed_x):
             self.activations.clear(ctx)
         if cutlass.const_expr(plan.finds_best):
             self.epilogue.best.clear(ctx)
-        pdl.wait_for_previous_launch()
         if cutlass.const_expr(plan.tiling.cluster > 1):
             cute.arch.cluster_wait()
+        pdl.wait_for_previous_launch()
         while scheduler.exists(index):
             # ---- prologue ----
-            tile = scheduler.coordinates(index)
             index += scheduler.clusters
             if cutlass.const_expr(plan.is_quantized):
                 for i in cutlass.range_constexpr(self.scale_words):
-                    here[i] = ahead[i]
-                if scheduler.exists(index):
-                    self._load_scales(ctx, index, first_block, lane, ahead)
+                    here[i] = scale_value(ahead[0][i])
+                    for n in cutlass.range_constexpr(1, TILES_AHEAD):
+                        ahead[n - 1][i] = ahead[n][i]
+                after = index + (TILES_AHEAD - 1) * scheduler.clusters
+                if scheduler.exists(after):
+                    self._load_scales(ctx, after, first_block, lane, ahead[-1])
                 x_block = first_x_block(plan, tile)
                 is_other = tile.token_tile != last_token_tile
                 if cutlass.const_expr(plan.group_rows > 0):
@@ -74,7 +83,8 @@ class Consumers:
                 if is_other:
                     if cutlass.const_expr(loaded is not None):
                         self.epilogue.load_positions(ctx, tile, loaded)
-                    self.activations.take(ctx, tile.token_tile, x_block)
+                    is_first = last_token_tile < 0
+                    self.activations.take(ctx, tile.token_tile, x_block, is_first)
                     last_token_tile, last_x_block = tile.token_tile, Int32(x_block)
             if cutlass.const_expr(loaded is not None):
                 self.epilogue.load_turns(ctx, tile, unit, loaded)
@@ -94,10 +104,13 @@ class Consumers:
                     for i in cutlass.range_constexpr(cute.size(left)):
                         left[i] = left[i] + right[i]
             # ---- epilogue ----
-            self.epilogue.store(ctx, stack[0], tile, part, unit, turn, y_maps, loaded)
+            has_next = scheduler.exists(index)
+            self.epilogue.store(ctx, stack[0], tile, part, unit, turn, has_next, y_maps, loaded)
             if cutlass.const_expr(plan.finds_best):
                 self.epilogue.best.end_tile(ctx, tile, index)
             turn ^= 1
+            if has_next:
+                tile = scheduler.coordinates(index)
         if cutlass.const_expr(self.epilogue.can_stage(ctx.operands.ys)):
             # Shared memory must outlive the reads of the stores.
             self.epilogue.drain()
@@ -111,60 +124,86 @@ class Consumers:
     ):  # fmt: skip
         """sums = the products of a slice; returns the next place in the ring."""
         plan = self.plan
-        mma = tile_mma(plan)
-        shape = mma.partition_shape_C((M_TILE, plan.columns))
-        accs = [mma.make_fragment_C(shape) for _ in range(plan.blocks_under_way)]
-        turns, rest = divmod(plan.slice_blocks, len(accs))
-        first = s * plan.slice_blocks
         place = (ring_part, group, lane)
+        turns, rest = divmod(plan.slice_blocks, plan.run_blocks)
+        first = s * plan.slice_blocks
         sums.fill(0.0)
         for turn in cutlass.range(turns, unroll=1):
-            block = first + turn * len(accs)
-            cursor = self._add_blocks(ctx, sums, accs, scales, block, *place, cursor)
+            run = first + turn * plan.run_blocks, plan.run_blocks
+            cursor = self._add_run(ctx, sums, scales, *run, *place, cursor)
         if cutlass.const_expr(rest > 0):
-            block = first + turns * len(accs)
-            cursor = self._add_blocks(ctx, sums, accs[:rest], scales, block, *place, cursor)
+            run = first + turns * plan.run_blocks, rest
+            cursor = self._add_run(ctx, sums, scales, *run, *place, cursor)
         return cursor
 
     @cute.jit
-    def _add_blocks(
-        self, ctx: LinearContext, sums: cute.Tensor, accs: list, scales: cute.Tensor, first,
-        ring_part, group, lane, cursor: Cursor,
+    def _add_run(
+        self, ctx: LinearContext, sums: cute.Tensor, scales: cute.Tensor, first,
+        count: cutlass.Constexpr, ring_part, group, lane, cursor: Cursor,
     ):  # fmt: skip
-        """sums += the products of as many k blocks as there are accumulators, one block promoted
-        while those behind it are multiplied; returns the next place in the ring."""
+        """sums += the products of some k blocks, of which those of up to `blocks_under_way` are
+        multiplied at a time; returns the next place in the ring.
+
+        Written out: ptxas waits for each product of its own accord where those of a turn of a loop
+        are still under way in the next one.
+        """
+        mma = tile_mma(self.plan)
+        shape = mma.partition_shape_C((M_TILE, self.plan.columns))
+        depth = min(self.plan.blocks_under_way, count)
+        accs = [mma.make_fragment_C(shape) for _ in range(depth)]
+        ahead = cursor
+        for i in cutlass.range_constexpr(depth - 1):
+            ahead = self._multiply(ctx, accs[i], first + i, ring_part, group, ahead)
+        for i in cutlass.range_constexpr(count):
+            last = min(i + depth, count) - 1
+            if cutlass.const_expr(last == i + depth - 1):
+                acc = accs[last % depth]
+                ahead = self._multiply(ctx, acc, first + last, ring_part, group, ahead)
+            of_block = accs[i % depth], scales, first + i, last - i, ring_part, lane
+            cursor = self._add(ctx, sums, *of_block, cursor)
+        return cursor
+
+    @cute.jit
+    def _multiply(
+        self, ctx: LinearContext, acc: cute.Tensor, block, ring_part, group, cursor: Cursor
+    ):
+        """Start the products of a k block; returns the next place in the ring."""
         plan, ring = self.plan, ctx.pipes.ring
         mma = tile_mma(plan)
         mma_slice = mma.get_slice(0)
         a = mma.make_fragment_A(mma_slice.partition_A(ctx.smem.weight))
         b = mma.make_fragment_B(mma_slice.partition_B(ctx.smem.x))
-        cursors = []
+        ring.wait(cursor, ring_part)
+        weight_tile = x_tile = ring.slot(cursor, ring_part)
+        if cutlass.const_expr(plan.tiling.is_streamed):
+            weight_tile = x_tile * 2 + group
+        else:
+            x_tile = ring_part * plan.ring_blocks + block
+        tiles = a[None, None, None, weight_tile], b[None, None, None, x_tile]
         warpgroup.fence()
-        for i in cutlass.range_constexpr(len(accs)):
-            ring.wait(cursor, ring_part)
-            weight_tile = x_tile = ring.slot(cursor, ring_part)
-            if cutlass.const_expr(plan.tiling.is_streamed):
-                weight_tile = x_tile * 2 + group
-            else:
-                x_tile = ring_part * plan.ring_blocks + first + i
-            a_block, b_block = a[None, None, None, weight_tile], b[None, None, None, x_tile]
-            gemm(lambda: tile_mma(plan), accs[i], a_block, b_block, range(WGMMAS), 0, False)
-            warpgroup.commit_group()
-            cursors.append(cursor)
-            cursor = ring.next(cursor)
-        for i in cutlass.range_constexpr(len(accs)):
-            scale = self._scale(scales, first + i)
-            own_block = ring_part * plan.ring_blocks + first + i
-            factors = None
-            if cutlass.const_expr(len(accs) > 1):
-                factors = self._factors(ctx, scale, own_block, lane)
-            warpgroup.wait_group(len(accs) - 1 - i)
-            ring.release(cursors[i], lane, ring_part)
-            if cutlass.const_expr(len(accs) == 1):
-                # Not before: factors of many tokens would take as many registers as their products.
-                factors = self._factors(ctx, scale, own_block, lane)
-            self._promote(sums, accs[i], factors)
-        return cursor
+        gemm(lambda: tile_mma(plan), acc, *tiles, range(WGMMAS), 0, False)
+        warpgroup.commit_group()
+        return ring.next(cursor)
+
+    @cute.jit
+    def _add(
+        self, ctx: LinearContext, sums: cute.Tensor, acc: cute.Tensor, scales: cute.Tensor, block,
+        behind: cutlass.Constexpr, ring_part, lane, cursor: Cursor,
+    ):  # fmt: skip
+        """sums += the products of a k block, once they are there, while those of so many blocks
+        behind it are multiplied; returns the next place in the ring."""
+        ring = ctx.pipes.ring
+        scale, own_block = self._scale(scales, block), ring_part * self.plan.ring_blocks + block
+        factors = None
+        if cutlass.const_expr(self.plan.blocks_under_way > 1):
+            factors = self._factors(ctx, scale, own_block, lane)
+        warpgroup.wait_group(behind)
+        ring.release(cursor, lane, ring_part)
+        if cutlass.const_expr(self.plan.blocks_under_way == 1):
+            # Not before: factors of many tokens would take as many registers as their products.
+            factors = self._factors(ctx, scale, own_block, lane)
+        self._promote(sums, acc, factors)
+        return ring.next(cursor)
 
     def _factors(self, ctx: LinearContext, weight_scale, block, lane) -> list:
         """Activation scale * weight scale of a lane's columns, in a k block of this CTA."""
@@ -182,14 +221,15 @@ class Consumers:
 
     @cute.jit
     def _load_scales(self, ctx: LinearContext, index, first_block, lane, words: cute.Tensor):
-        """words[i] of a lane = weight scale of k block 32 i + lane of this warpgroup."""
+        """words[i] of a lane = weight scale, as it is stored, of k block 32 i + lane of this
+        warpgroup: a conversion would wait for what is just asked for."""
         plan, scales = self.plan, ctx.operands.scales
         tile = ctx.scheduler.coordinates(index)
         scale = chosen_matrix(scales, tile.weight, scales[0].element_type)
         row = tile.row_tile * plan.rows // K_BLOCK
         for i in cutlass.range_constexpr(self.scale_words):
             block = cutlass.min(i * WARP + lane, plan.ring_blocks - 1)
-            words[i] = scale_value(scale[row, first_block + block])
+            words[i] = scale[row, first_block + block]
 
     def _scale(self, words: cute.Tensor, block):
         """Weight scale of a k block of this warpgroup, from the lane that holds it."""

@@ -117,12 +117,13 @@ class Epilogue:
 
     @cute.jit
     def store(
-        self, ctx: LinearContext, sums: cute.Tensor, tile: OutputTile, part, unit, turn, y_maps,
-        loaded: LoadedAhead | None,
+        self, ctx: LinearContext, sums: cute.Tensor, tile: OutputTile, part, unit, turn, has_next,
+        y_maps, loaded: LoadedAhead | None,
     ):  # fmt: skip
         """Write a tile of y.
 
         Args:
+            has_next: whether the CTA has another tile behind it.
             sums: those of a warp, or a part of them: a unit of rows, or where tokens are M two
                 groups of tokens.
         """
@@ -132,7 +133,7 @@ class Epilogue:
             self.index.load_turns(ctx, tile, loaded.head)
         if cutlass.const_expr(plan.parts > 1):
             self._publish(ctx, self._units(sums, unit), part, lane, turn)
-            self._add_parts(ctx, tile, warp, lane, loaded)
+            self._add_parts(ctx, tile, warp, lane, has_next, loaded)
             if cutlass.const_expr(plan.rounds_output):
                 self._store_rounded(ctx, tile, loaded)
         elif cutlass.const_expr(plan.rounds_some):
@@ -362,8 +363,9 @@ class Epilogue:
 
     @cute.jit
     def _add_parts(
-        self, ctx: LinearContext, tile: OutputTile, warp, lane, loaded: LoadedAhead | None
-    ):
+        self, ctx: LinearContext, tile: OutputTile, warp, lane, has_next,
+        loaded: LoadedAhead | None,
+    ):  # fmt: skip
         """Add the parts of the own units as a balanced tree, and store the sums."""
         plan = self.plan
         row, first_token = tile.row_tile * plan.rows, tile.token_tile * plan.tokens
@@ -394,8 +396,9 @@ class Epilogue:
                         self._store_values(y, first_row, first_token + n * 8, lane, sums)
         if cutlass.const_expr(ctx.pipes.partials is not None):
             cute.arch.sync_warp()
-            # Each CTA of the cluster may send its parts of the next tile.
-            if lane < plan.tiling.cluster:
+            # Each CTA of the cluster may send its parts of the next tile. Without one nothing
+            # arrives: a CTA that has its last parts may end, and no arrival must find it gone.
+            if has_next and lane < plan.tiling.cluster:
                 cute.arch.mbarrier_arrive(ctx.pipes.partials.empty, lane)
 
     @cute.jit

@@ -152,8 +152,9 @@ class LinearBody:
             if cutlass.const_expr(tiling.is_wide):
                 cute.arch.setmaxregister_increase(plan.registers["consumers"])
             self.consumers.compute(ctx, warp, y_maps)
-        if cutlass.const_expr(size > 1):
-            # No CTA may end while another one's rows or arrivals are on their way to it.
+        if cutlass.const_expr(tiling.sharing > 1):
+            # No CTA may end while another one's arrivals are on their way to it. Parts of sums are
+            # no reason: a CTA waits for all that are sent to it, and none sends more.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 

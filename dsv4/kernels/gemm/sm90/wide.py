@@ -167,7 +167,9 @@ class WideConsumers:
                     self._merge(ctx, stack, merges[m], group)
                 if cutlass.const_expr(0 < level - len(merges) <= plan.spilled_levels):
                     self._spill(ctx, stack[-1], level - len(merges), group)
-            self.epilogue.store(ctx, stack[0], tile, ctx.rank, warp, turn, y_maps, loaded)
+            has_next = scheduler.exists(index)
+            rank = ctx.rank
+            self.epilogue.store(ctx, stack[0], tile, rank, warp, turn, has_next, y_maps, loaded)
             if cutlass.const_expr(plan.finds_best):
                 self.epilogue.best.end_tile(ctx, tile, index)
             turn ^= 1

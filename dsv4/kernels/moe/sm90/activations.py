@@ -5,7 +5,7 @@ left as they are: a column of a product reads no other.
 """
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Int32, Int64, Uint32, cute
 
 from dsv4.kernels.gemm.quantize import PAIRS, TEAM, VECTOR, quantize_vector
 from dsv4.kernels.gemm.sm90.activations import scale_value
@@ -106,7 +106,10 @@ class ActivationWarps:
             row = tile.first + column
             if cutlass.const_expr(self.plan.source is Source.TOKENS):
                 is_pair = not tile.is_shared
-                if is_pair and column < tile.count:
+                if ctx.operands.weights.shape[0] == 1:
+                    # The only token's row: where it stands in the list is not worth a load.
+                    row = column
+                elif is_pair and column < tile.count:
                     row = pairs[row] // self.top_k
             elif tile.is_shared:
                 row += pairs.shape[0]
@@ -121,7 +124,7 @@ class ActivationWarps:
         ring = ctx.pipes.ring
         for step in cutlass.range(tile.steps(kind), unroll=1):
             if turn == warp:
-                factor = Float32(0.0)
+                factor = None
                 if cutlass.const_expr(kind.dtype == "fp8"):
                     factor = self._block_scale(ctx, kind, is_shared, tile, lane, step)
                 if cutlass.const_expr(self.plan.source is Source.BFLOAT16):
@@ -131,7 +134,7 @@ class ActivationWarps:
                 if cutlass.const_expr(kind.dtype == "fp8"):  # noqa: SIM102 static, then dynamic
                     if lane < 2 * kind.blocks:
                         place = cursor.stage * self.plan.block_scales + lane
-                        (ctx.smem.block_scale + place).store(factor)
+                        (ctx.smem.block_scale + place).store(scale_value(factor))
                 # wgmma reads codes through the async proxy; of copies the consumers take care.
                 if cutlass.const_expr(not self.plan.has_copies):
                     cute.arch.fence_view_async_shared()
@@ -170,24 +173,27 @@ class ActivationWarps:
             index = i * WARP + lane
             if index < tile.count * kind.blocks:
                 column, block = self._column(index, kind)
-                self._scale_address(ctx, kind, cursor.stage, column, block).store(scales[i])
+                self._scale_address(ctx, kind, cursor.stage, column, block).store(
+                    scale_value(scales[i])
+                )
         cute.arch.cp_async_mbarrier_arrive_noinc(ctx.pipes.ring.full + cursor.stage)
 
     @cute.jit
     def _load_scales(
         self, ctx: ProductContext, kind: cutlass.Constexpr, tile: WorkTile, rows, lane, step
     ):
-        """Scales of a stage's codes, one a lane, and again."""
+        """Scales of a stage's codes as they are stored, one a lane, and again: a conversion would
+        wait for them before the codes are asked for."""
         x_scale = ctx.operands.x_scale
-        scales = cute.make_rmem_tensor(-(-kind.blocks * kind.tokens // WARP), Float32)
-        scales.fill(0.0)
+        scales = cute.make_rmem_tensor(-(-kind.blocks * kind.tokens // WARP), x_scale.element_type)
+        scales.fill(x_scale.element_type(0))
         for i in cutlass.range_constexpr(cute.size(scales)):
             index = i * WARP + lane
             column, block = self._column(index, kind)
             row = row_of(rows, column, kind)
             k_block = step * kind.blocks + block
             if index < tile.count * kind.blocks and k_block < self.plan.k_blocks:
-                scales[i] = scale_value(x_scale[row, k_block])
+                scales[i] = x_scale[row, k_block]
         return scales
 
     # ---- bf16 rows ----
@@ -261,23 +267,25 @@ class ActivationWarps:
         self, ctx: ProductContext, kind: cutlass.Constexpr, is_shared: cutlass.Constexpr,
         tile: WorkTile, lane, step,
     ):  # fmt: skip
-        """FP8 weight scale of a stage for the k block and the panels of a lane: lane 2 block, and
-        one more for the rows g + 8."""
+        """FP8 weight scale of a stage, as it is stored, for the k block and the panels of a lane:
+        lane 2 block, and one more for the rows g + 8."""
         operands, plan = ctx.operands, self.plan
         first, second = (row // (K_BLOCK // PANEL_ROWS) for row in panels_of(plan, tile.row_tile))
         block = step * kind.blocks + lane // 2
-        value = Float32(0.0)
+        value = operands.a_scale.element_type(0)
+        if cutlass.const_expr(is_shared):
+            value = operands.shared_a_scale.element_type(0)
         if lane < 2 * kind.blocks and block < plan.k_blocks:
             if cutlass.const_expr(is_shared):
                 if lane % 2 == 0:
-                    value = scale_value(operands.shared_a_scale[first, block])
+                    value = operands.shared_a_scale[first, block]
                 else:
-                    value = scale_value(operands.shared_b_scale[second, block])
+                    value = operands.shared_b_scale[second, block]
             else:
                 if lane % 2 == 0:
-                    value = scale_value(operands.a_scale[tile.expert, first, block])
+                    value = operands.a_scale[tile.expert, first, block]
                 else:
-                    value = scale_value(operands.b_scale[tile.expert, second, block])
+                    value = operands.b_scale[tile.expert, second, block]
         return value
 
     def _column(self, index, kind: Kind):

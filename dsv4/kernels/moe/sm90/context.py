@@ -9,12 +9,14 @@ from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.kit import mbarrier
+from dsv4.kernels.kit.loads import load_words
 from dsv4.kernels.kit.pointers import pointer_at
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, operand_atoms
 from dsv4.kernels.kit.wgmma import make_mma
 from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS
 from dsv4.kernels.moe.plan import Kind, ProductPlan
+from dsv4.kernels.moe.routing import GROUP_WORDS
 from dsv4.kernels.moe.select import live_count
 
 DTYPE = cutlass.Float8E4M3FN
@@ -106,25 +108,28 @@ class TileScheduler:
 
     @cute.jit
     def find(self, slot: Int32) -> WorkTile:
-        """The tile of a slot; of one that does not exist, an empty one."""
-        plan = self.plan
-        is_shared = slot < self.shared_slots
+        """The tile of a slot; of one that does not exist, an empty one.
+
+        A list is read whether or not it is asked for: behind a branch it would be read after the
+        number of groups is there, not beside it.
+        """
+        plan, select = self.plan, cutlass.select_
+        is_shared, exists = slot < self.shared_slots, self.exists(slot)
         routed = slot - self.shared_slots
-        routed -= cutlass.select_(slot >= self.ctas, self.skipped, Int32(0))
-        index = cutlass.select_(is_shared, slot, routed)
+        routed -= select(slot >= self.ctas, self.skipped, Int32(0))
+        index = select(is_shared, slot, routed)
         row_tile, group = index % plan.row_tiles, index // plan.row_tiles
-        expert, first, count = Int32(0), Int32(0), Int32(0)
-        if is_shared:
-            first = group * plan.shared.tokens
-            count = cutlass.max(cutlass.min(self.tokens - first, plan.shared.tokens), 0)
-        elif cutlass.const_expr(plan.has_routed):  # noqa: SIM102 static, then dynamic
-            if group < self.groups.shape[0]:
-                words = cute.make_rmem_tensor(4, Int32)
-                source = pointer_at(self.groups.iterator, Int64(group) * 4, Int32)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
-                if self.exists(slot):
-                    expert, first, count = words[0], words[1], words[2]
-        return WorkTile(is_shared, row_tile, expert, first, count)
+        tokens = plan.shared.tokens
+        first = group * tokens
+        shared = 0, first, cutlass.max(cutlass.min(self.tokens - first, tokens), 0)
+        found = Int32(0), Int32(0), Int32(0)
+        if cutlass.const_expr(plan.has_routed):
+            found = load_group(self.groups, cutlass.min(group, self.groups.shape[0] - 1))
+        words = [
+            select(is_shared, Int32(own), select(exists, word, Int32(0)))
+            for own, word in zip(shared, found)
+        ]
+        return WorkTile(is_shared, row_tile, *words)
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,14 @@ def read_schedule(ctx: ProductContext, plan: ProductPlan) -> TileScheduler:
     else:
         num_groups, live = Int32(0), live_count(operands.live_tokens, tokens)
     return TileScheduler(plan, operands.groups, num_groups, live, tokens, ctx.ctas)
+
+
+def load_group(groups: cute.Tensor, group: Int32) -> tuple[Int32, Int32, Int32]:
+    """Expert, first position and positions of a group, asked for beside the number of groups, not
+    behind it; not the word that others count in."""
+    offset = Int64(group) * GROUP_WORDS
+    pair = load_words(pointer_at(groups.iterator, offset, Int32, align=8), 2)
+    return *pair, *load_words(pointer_at(groups.iterator, offset + 2, Int32, align=4), 1)
 
 
 def tile_mma(kind: Kind):

@@ -29,7 +29,13 @@ from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.pointers import pointer_at
 from dsv4.kernels.moe.plan import BOARD_WORDS, ProductPlan
 from dsv4.kernels.moe.routing import GROUP_WORDS
-from dsv4.kernels.moe.sm90.context import Operands, ProductContext, WorkTile, allocate
+from dsv4.kernels.moe.sm90.context import (
+    Operands,
+    ProductContext,
+    WorkTile,
+    allocate,
+    load_group,
+)
 from dsv4.kernels.moe.sm90.product import GroupedProduct, launch_options
 
 UP, DOWN, NONE = 0, 1, 2
@@ -335,14 +341,3 @@ class JointProducts:
     def _arrived(self, ctx: JointContext, group: Int32) -> cute.Pointer:
         offset = Int64(group) * GROUP_WORDS + ARRIVED
         return pointer_at(ctx.down.operands.groups.iterator, offset, Int32, align=4)
-
-
-@cute.jit
-def load_group(groups: cute.Tensor, group: Int32):
-    """Expert, first position and positions of a group; not the word that others count in."""
-    offset = Int64(group) * GROUP_WORDS
-    pair = cute.make_rmem_tensor(2, Int32)
-    source = pointer_at(groups.iterator, offset, Int32, align=8)
-    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
-    count = pointer_at(groups.iterator, offset + 2, Int32, align=4).load()
-    return pair[0], pair[1], count
