@@ -44,8 +44,7 @@ SPILL_GRANULE = 512  # fp32 elements: so both halves of a buffer are aligned as 
 CONSUMER_WARPS = 8
 MIN_STAGES = 2
 # k blocks whose products a warpgroup of few tokens has under way, and those of a run, which is
-# written out. Three or four under way are no faster: 320 bytes an SM and clock pass from shared
-# memory to tensor cores either way, and a stage is empty later.
+# written out. Three or four under way are no faster on an H200, and stages are empty later.
 MOST_UNDER_WAY, MOST_RUN = 2, 8
 RESIDENT_TOKENS, FEW_TOKENS, MANY_TOKENS, MOST_TOKENS = 8, 16, 64, 128  # of the tilings
 # Levels of the stack of sums that MOST_TOKENS leave registers for, beside a block's products; a

@@ -69,13 +69,8 @@ class Consumers:
             # ---- prologue ----
             index += scheduler.clusters
             if cutlass.const_expr(plan.is_quantized):
-                for i in cutlass.range_constexpr(self.scale_words):
-                    here[i] = scale_value(ahead[0][i])
-                    for n in cutlass.range_constexpr(1, TILES_AHEAD):
-                        ahead[n - 1][i] = ahead[n][i]
                 after = index + (TILES_AHEAD - 1) * scheduler.clusters
-                if scheduler.exists(after):
-                    self._load_scales(ctx, after, first_block, lane, ahead[-1])
+                self._next_scales(ctx, here, ahead, after, first_block, lane)
                 x_block = first_x_block(plan, tile)
                 is_other = tile.token_tile != last_token_tile
                 if cutlass.const_expr(plan.group_rows > 0):
@@ -218,6 +213,19 @@ class Consumers:
                 for r in range(2):
                     i = n * 4 + r * 2 + c
                     sums[i] = sums[i] + product(self.plan, acc, n, r, c) * factors[2 * n + c]
+
+    @cute.jit
+    def _next_scales(
+        self, ctx: LinearContext, here: cute.Tensor, ahead: list, index, first_block, lane
+    ):
+        """here = weight scales of a tile, of which those of the tiles behind it step up; those of
+        tile `index` are asked for."""
+        for i in cutlass.range_constexpr(self.scale_words):
+            here[i] = scale_value(ahead[0][i])
+            for n in cutlass.range_constexpr(1, TILES_AHEAD):
+                ahead[n - 1][i] = ahead[n][i]
+        if ctx.scheduler.exists(index):
+            self._load_scales(ctx, index, first_block, lane, ahead[-1])
 
     @cute.jit
     def _load_scales(self, ctx: LinearContext, index, first_block, lane, words: cute.Tensor):
