@@ -37,9 +37,10 @@ class RoundedTile:
         values = []
         for i in cutlass.range_constexpr(count):
             values.append(sums[i].to(BFloat16).to(Float32))
-        # Passes over tokens follow each other on both boards by turns.
-        passes = plan.own_tokens // count
-        place = (turn * passes + token // count) % 2 * (EPILOGUE_WARPS * count)
+        # Passes over tokens follow each other on both boards by turns, those of the next tile, too,
+        # which may be of other tokens.
+        passes, own = plan.own_tokens // count, token - tile.token_tile * plan.tokens
+        place = (turn * passes + own // count) % 2 * (EPILOGUE_WARPS * count)
         board = ctx.smem.maxima + cute.assume(place, divby=EPILOGUE_WARPS * count)
         maxima = column_maxima(values, board, count, NamedBarriers.MAXIMA_THERE)
         codes, scales = column_codes(values, maxima)
