@@ -183,6 +183,15 @@ def test_outputs_become_codes(kernels, case, schedules, seed) -> None:
     check_codes(kernels, case, seed, schedules)
 
 
+def test_codes_of_consecutive_token_tiles_of_blackwell(seed) -> None:
+    """Maxima of a tile of other tokens do not come where those of the tile before are still
+    read."""
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    inputs = Inputs.make(Case(67, 512, 256, 1, out_dtype=CODES), seed)
+    with some_tilings(GROUPED_LINEAR, slice(1)) as kernels:
+        run(kernels, inputs, 0, seed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
