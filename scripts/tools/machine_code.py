@@ -24,7 +24,7 @@ KERNEL = re.compile(r"^\.text\.(\S+):", re.MULTILINE)
 REGISTER = re.compile(r"\bR(\d+)(\.64)?")
 WAIT, LOAD = "ACQBULK", "LDG"
 # What ends the run of loads that is looked at.
-ENDS = re.compile(r"^(BAR|SYNCS|UBLKCP|UTMA|LDGSTS|STG|STAS|RED|ATOM|EXIT|[QHI]?G?MMA|[QHI]GMMA)")
+ENDS = re.compile(r"^(BAR|SYNCS|UBLKCP|UTMA|LDGSTS|STG|STAS|RED|ATOM|EXIT|[QHI]G?MMA)")
 WORDS = {"64": 2, "128": 4}
 
 
@@ -137,35 +137,55 @@ def short(name: str) -> str:
     return (found[1] if found else name)[-40:]
 
 
-def main(description: str) -> int:
+def main(description: str, argv: list[str] | None = None) -> int:
+    """Read, print and return the exit status."""
+    options = _parse(description, argv)
+    try:
+        return _run(options.arch, options.only, options.nvdisasm or find_nvdisasm())
+    except re.error as error:
+        return _fail(f"--only: {error}")
+    except subprocess.CalledProcessError as error:
+        return _fail(f"{options.nvdisasm or 'nvdisasm'}: {error.stderr.strip() or error}")
+    except (OSError, ValueError) as error:
+        return _fail(str(error))
+
+
+def _parse(description: str, argv: list[str] | None) -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         "machine_code", description=description, formatter_class=formatter
     )
-    parser.add_argument("--arch", default="sm_90a")
-    parser.add_argument("--only", default="", metavar="REGEX", help="labels that have this")
-    parser.add_argument("--nvdisasm", default=find_nvdisasm(), metavar="FILE")
-    options = parser.parse_args()
-    if options.nvdisasm is None:
-        print("machine_code: no nvdisasm on the path and none of triton; see --nvdisasm")
-        return 2
-    found = [
-        (label, RUNNERS.path(key))
-        for label, key in ahead_of_time(options.arch)
-        if re.search(options.only, label) and RUNNERS.path(key).is_file()
-    ]
+    parser.add_argument("--arch", default="sm_90a", help="default sm_90a")
+    parser.add_argument("--only", default="", metavar="REGEX", help="of labels, anywhere in them")
+    parser.add_argument("--nvdisasm", metavar="FILE", help="default: of the path, or of triton")
+    # An error of argparse is two lines: usage and reason.
+    parser.error = lambda message: sys.exit(_fail(message))
+    return parser.parse_args(argv)
+
+
+def _fail(message: str) -> int:
+    print(f"machine_code: {message}", file=sys.stderr)
+    return 2
+
+
+def _run(arch: str, only: str, nvdisasm: str | None) -> int:
+    """Print a line for each kernel; 1 where one is serialised."""
+    if nvdisasm is None:
+        raise ValueError("no nvdisasm on the path and none of triton; see --nvdisasm")
+    paths = {label: RUNNERS.path(key) for label, key in ahead_of_time(arch)}
+    found = {label: path for label, path in paths.items() if re.search(only, label)}
+    found = {label: path for label, path in found.items() if path.is_file()}
     if not found:
-        print(f"machine_code: nothing in the cache; first dsv4 compile --arch {options.arch}")
-        return 2
-    marked = 0
+        raise ValueError(f"nothing in the cache; first dsv4 compile --arch {arch}")
+    is_marked = False
     print("instructions products waited local trips  kernel")
-    for label, path in found:
+    for label, path in found.items():
         print(label)
         for cubin in cubins(path.read_bytes()):
-            for name, text in kernels(disassemble(options.nvdisasm, cubin)):
+            for name, text in kernels(disassemble(nvdisasm, cubin)):
                 f = read(text)
-                marked += f.is_serialised
+                is_marked |= f.is_serialised
                 numbers = f"{f.instructions:12} {f.products:8} {f.waited:6} {f.local:5} {f.trips:5}"
                 print(f"{numbers}  {short(name)}{'  SERIALISED' if f.is_serialised else ''}")
         sys.stdout.flush()
-    return int(marked > 0)
+    return int(is_marked)

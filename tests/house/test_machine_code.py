@@ -81,11 +81,41 @@ def test_cubins_are_cut_out_of_an_object() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nvdisasm", "message"), [(None, "no nvdisasm"), ("nvdisasm", "nothing in the cache")]
+    ("arguments", "message"),
+    [
+        ([], "nothing in the cache; first dsv4 compile --arch sm_90a"),
+        (["--arch", "sm_1"], "arch: got 'sm_1', needs one of"),
+        (["--only", "("], "--only: "),
+        (["--what"], "unrecognized arguments: --what"),
+    ],
+    ids=str,
 )
-def test_what_is_missing_is_said(nvdisasm, message, monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setattr(machine_code, "find_nvdisasm", lambda: nvdisasm)
+def test_wrong_usage_is_one_line(arguments, message, monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(machine_code, "find_nvdisasm", lambda: "nvdisasm")
+    check_refused(arguments, message, monkeypatch, tmp_path, capsys)
+
+
+def test_a_missing_disassembler_is_said(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(machine_code, "find_nvdisasm", lambda: None)
+    check_refused([], "no nvdisasm on the path", monkeypatch, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("program", ["/nowhere", "/bin/false"])
+def test_a_disassembler_that_does_not_work_is_named(program, monkeypatch, tmp_path, capsys) -> None:
+    file = tmp_path / "kernel.o"
+    file.write_bytes(elf(machine_code.CUDA, b"code"))
+    monkeypatch.setattr(machine_code.RUNNERS, "path", lambda key: file)
+    arguments = ["--nvdisasm", program, "--only", "wo_b"]
+    check_refused(arguments, program, monkeypatch, tmp_path, capsys)
+
+
+def check_refused(arguments, message: str, monkeypatch, tmp_path, capsys) -> None:
+    """Exit status 2, and one line that says why."""
     monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["machine_code"])
-    assert load_script("machine_code").main("usage") == 2
-    assert message in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["machine_code", *arguments])
+    try:
+        status = load_script("machine_code").main("usage")
+    except SystemExit as error:
+        status = error.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert status == 2 and line.startswith("machine_code: ") and message in line

@@ -118,7 +118,7 @@ class MathWarpgroup:
         index = cute.arch.block_idx()[0]
         turns = cute.make_rmem_tensor((2, 2), cutlass.Float32)
         turns.fill(0.0)
-        # Parameters and positions are not what the launch before writes, by the paged op's word.
+        # Not what the launch before writes: see `SparseFmhaPaged.early`.
         if cutlass.const_expr(self.is_paged):
             self._load_sinks(ctx, f)
         if cutlass.const_expr(not ctx.tiling.has_pieces):
