@@ -45,7 +45,7 @@ def prefill(
     step = inputs.step
     streams = model.unwritten_streams(inputs.tokens, cache, step)
     if num_drafts:
-        streams = Streams(streams.written())
+        streams = Streams(model.hyper.written(streams))
     if not last:
         if num_drafts:
             model.mtp[0].unwritten_streams(streams.values, inputs.next_tokens, cache, step)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dsv4.kernels.seam.config import passes_left
 from dsv4.layers.linear import Rounded
 from dsv4.layers.module import empty_parameter
 from dsv4.layers.norm import RMSNorm
-from dsv4.ops.mhc_seam import expand, mhc_seam
+from dsv4.ops.mhc_seam import expand, iterated, mhc_seam
 from dsv4.ops.moe.rows import ExpertRows
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Streams(NamedTuple):
         values: [..., hc, D], before that sublayer.
         y: [..., D], its output, or the rows of its experts; None: nothing is to be written.
         post: [..., hc] fp32, weight of y in every stream.
-        comb: [..., hc (source), hc (target)] fp32, doubly stochastic.
+        comb: [..., hc (source), hc (target)] fp32, but for its last passes, as `mhc_seam`.
     """
 
     values: Tensor
@@ -45,15 +46,6 @@ class Streams(NamedTuple):
     def at(self, offsets: Tensor) -> Streams:
         """One position per row: of [B, C, ...] those at offsets [B] int64, [B, 1, ...]."""
         return Streams(*(None if x is None else _at(x, offsets) for x in self))
-
-    def written(self) -> Tensor:
-        """[..., hc, D] with the output of the last sublayer."""
-        if self.y is None:
-            return self.values
-        y = self.y
-        if isinstance(y, ExpertRows):
-            y = y.sum().view_as(self.values[..., 0, :])
-        return expand(self.values, y, self.post, self.comb)
 
 
 def _at(x: Tensor, offsets: Tensor) -> Tensor:
@@ -85,6 +77,15 @@ class HyperConnection:
     def start(self, x: Tensor) -> Tensor:
         """Return the initial streams of an embedding: [..., D] -> [..., hc, D], all equal."""
         return x.unsqueeze(-2).expand(*x.shape[:-1], self.mult, x.shape[-1])
+
+    def written(self, streams: Streams) -> Tensor:
+        """[..., hc, D] with the output of the last sublayer, by torch."""
+        values, y, post, comb = streams
+        if y is None:
+            return values
+        if isinstance(y, ExpertRows):
+            y = y.sum().view_as(values[..., 0, :])
+        return expand(values, y, post, iterated(comb, passes_left(self.sinkhorn_iters), self.eps))
 
     def read(
         self,

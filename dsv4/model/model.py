@@ -150,7 +150,7 @@ class DeepseekV4(Module):
         Returns:
             Final streams [B, C, hc_mult, hidden_size]; undefined for padding.
         """
-        return self.unwritten_streams(input_ids, cache, step).written()
+        return self.hyper.written(self.unwritten_streams(input_ids, cache, step))
 
     @full_precision_sums
     def unwritten_streams(self, input_ids: Tensor, cache: ModelCache, step: Step) -> Streams:

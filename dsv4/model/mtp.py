@@ -68,7 +68,7 @@ class MTPBlock(Block):
         Returns:
             Streams [B, C, hc, hidden_size], for `logits` and for the next draft of a chain.
         """
-        return self.unwritten_streams(streams, next_ids, cache, step).written()
+        return self.hyper.written(self.unwritten_streams(streams, next_ids, cache, step))
 
     @full_precision_sums
     def unwritten_streams(

@@ -53,7 +53,8 @@ class Seam(NamedTuple):
         x: [T, D], input of the next sublayer, normalised.
         streams: [T, n, D], with the last sublayer's output.
         post: [T, n] fp32, weight of the next sublayer's output in every stream; None of the head.
-        comb: [T, n (source), n (target)] fp32, doubly stochastic; None of the head.
+        comb: [T, n (source), n (target)] fp32, by all but the last passes of Sinkhorn's iteration,
+            which the next `mhc_seam` runs; None of the head.
         codes: [T, D] float8_e4m3fn of x, or None.
         scales: [T, D / 128] float8_e8m0fnu, or None.
     """
@@ -74,6 +75,7 @@ class MhcSeam(KernelOp):
     args = ARGS
     kernels: ClassVar = dict.fromkeys(ARCHS, "dsv4.kernels.seam.seam")
     early = ("fn", "base", "scale", "norm_weight")
+    guessed = ("comb",)
 
     def values(self, config: SeamConfig) -> Mapping[str, int | str]:
         return values(config)
@@ -163,6 +165,7 @@ class MhcSeam(KernelOp):
         if config.top_k:
             y = ExpertRows(rows, ids, counts).sum()
         if config.expands:
+            comb = iterated(comb, config.passes_left, config.eps)
             streams_out.copy_(expand(streams, y, post, comb))
             streams = streams_out
         projected = project(streams, fn, config.norm_eps)
@@ -230,7 +233,9 @@ def mhc_seam(
 
     and x = norm(sum_j pre_j X'_j), rounded before and after the norm. With n rows of fn, those of
     the head, there is pre alone. Technical report section 2.2; official inference/model.py, `Block`
-    and `hc_split_sinkhorn`. A token's bits depend on that token alone.
+    and `hc_split_sinkhorn`. The last `passes_left` passes of the iteration are those of the
+    function that is given comb: a GPU runs them beside the launch before. A token's bits depend on
+    that token alone.
 
     Args:
         streams: X [T, n, D] bfloat16; or float32, on GPUs too by the torch implementation. Tokens
@@ -242,7 +247,8 @@ def mhc_seam(
         norm_weight: [D] float32.
         eps: added to pre and to every denominator of comb; at least 1e-18.
         norm_eps: added to mean squares; at least 1e-18.
-        sinkhorn_iters: normalisations of rows and of columns.
+        sinkhorn_iters: normalisations of rows, the softmax among them, and of columns; half of
+            them of comb that is given.
         y: [T, D], output of the sublayer before, in the dtype of the streams; or the rows of its
             experts, which are added and rounded to bfloat16 first, with the bits of `moe`.
         post, comb: [T, n] and [T, n, n] float32, what this function gave before that sublayer.
@@ -323,7 +329,8 @@ def project(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
 def mix_weights(
     projected: Tensor, base: Tensor, scale: Tensor, config: SeamConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """pre [..., n], post [..., n] and comb [..., n, n] of projections [..., n (2 + n)]."""
+    """pre [..., n], post [..., n] and comb [..., n, n], but for its last passes, of projections
+    [..., n (2 + n)]."""
     n = config.num_streams
     pre, post, comb = projected.split([n, n, n * n], -1)
     pre_base, post_base, comb_base = base.split([n, n, n * n])
@@ -331,19 +338,24 @@ def mix_weights(
     pre = torch.sigmoid(pre * pre_scale + pre_base) + config.eps
     post = 2 * torch.sigmoid(post * post_scale + post_base)
     comb = (comb * comb_scale + comb_base).unflatten(-1, (n, n))
-    return pre, post, sinkhorn(comb, config.sinkhorn_iters, config.eps)
+    return pre, post, sinkhorn(comb, config.sinkhorn_iters - config.passes_left, config.eps)
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """[..., source, target] -> the same, rows and columns summing to about 1."""
+    """[..., source, target] by so many passes, the first one over rows a softmax."""
+    comb = logits.softmax(-1).add_(eps)
+    comb.div_(comb.sum(-2, keepdim=True).add_(eps))
+    return iterated(comb, iterations - 1, eps)
+
+
+def iterated(comb: Tensor, passes: int, eps: float) -> Tensor:
+    """comb [..., source, target] by more passes, over rows and over columns."""
     # Tokens last: sums over 4 contiguous elements would defeat vectorisation.
-    comb = logits.flatten(0, -3).permute(1, 2, 0)
-    comb = comb.softmax(1).add_(eps)
-    comb.div_(comb.sum(0, keepdim=True).add_(eps))
-    for _ in range(iterations - 1):
-        comb.div_(comb.sum(1, keepdim=True).add_(eps))
-        comb.div_(comb.sum(0, keepdim=True).add_(eps))
-    return comb.permute(2, 0, 1).reshape(logits.shape)
+    found = comb.flatten(0, -3).permute(1, 2, 0).clone(memory_format=torch.contiguous_format)
+    for _ in range(passes):
+        found.div_(found.sum(1, keepdim=True).add_(eps))
+        found.div_(found.sum(0, keepdim=True).add_(eps))
+    return found.permute(2, 0, 1).reshape(comb.shape)
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:

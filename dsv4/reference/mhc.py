@@ -33,7 +33,12 @@ def sinkhorn(scores: Tensor, iterations: int, eps: float) -> Tensor:
     """
     a = torch.softmax(scores, -1) + eps
     a = a / (a.sum(-2, keepdim=True) + eps)
-    for _ in range(iterations - 1):
+    return iterated(a, iterations - 1, eps)
+
+
+def iterated(a: Tensor, passes: int, eps: float) -> Tensor:
+    """More passes of Sinkhorn's iteration."""
+    for _ in range(passes):
         a = a / (a.sum(-1, keepdim=True) + eps)
         a = a / (a.sum(-2, keepdim=True) + eps)
     return a

@@ -54,11 +54,16 @@ class Host(Protocol):
 
 
 class Prepared(NamedTuple):
-    """A launch that is about to run."""
+    """A launch that is about to run.
+
+    Attributes:
+        guessed: addresses [start, stop) that it may read before its wait, whoever writes them.
+    """
 
     program: Program
     config: LaunchConfig
     multiprocessors: int
+    guessed: tuple[tuple[int, int], ...] = ()
 
 
 class Simulation:
@@ -185,7 +190,7 @@ def run_overlapped(
             config, program, memory, schedule, seed, multiprocessors,
             instructions_per_warp=instructions_per_warp,
         )
-        for program, config, multiprocessors in launches
+        for program, config, multiprocessors, _ in launches
     ]  # fmt: skip
     before, start = [instructions_run(x.program) for x in started], time.perf_counter()
     early = run_chain(started, overlap, seed)
@@ -209,11 +214,11 @@ def run_in_order(
         before: of what ran before them.
     """
     report = Report()
-    for program, config, multiprocessors in launches:
+    for program, config, multiprocessors, guessed in launches:
         monitor = None
         if races:
             earlier = before if config.programmatic else None
-            monitor = Monitor(program.entry, earlier, undefined)
+            monitor = Monitor(program.entry, earlier, undefined, guessed)
         launch = Launch(config, program, memory, schedule, seed, multiprocessors, monitor)
         launch.instructions_per_warp = instructions_per_warp
         report.launches.append(_run(launch, workers))

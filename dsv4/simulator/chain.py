@@ -24,11 +24,14 @@ class ChainCall:
     Attributes:
         function: what `cute.compile` made, or the simulation of it.
         args, kwargs: CPU tensors, numbers, streams, as `simulate` takes them.
+        guessed: tensors among them that strong loads may read before `griddepcontrol.wait`, whoever
+            writes them: the kernel says that it compares them with what is there behind it.
     """
 
     function: Any
     args: Sequence[Any]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    guessed: Sequence[torch.Tensor] = ()
 
     @property
     def simulation(self) -> Simulation:
@@ -66,7 +69,9 @@ def simulate_chain(
     for number, call in enumerate(calls):
         call.simulation.register(memory, call.args, dict(call.kwargs), whose=f" of call {number}")
     for call in calls:
-        launches += call.simulation.prepare(memory, call.args, dict(call.kwargs))
+        guessed = tuple(_range_of(x) for x in call.guessed if x.numel())
+        prepared = call.simulation.prepare(memory, call.args, dict(call.kwargs))
+        launches += [launch._replace(guessed=guessed) for launch in prepared]
     if overlap != "none":
         return run_overlapped(memory, launches, schedule, seed, instructions_per_warp, overlap)
     before = _touching(launches[0], memory, recycled) if races and launches else None
@@ -81,8 +86,12 @@ def _touching(like: Prepared, memory: GlobalMemory, tensors: Sequence[torch.Tens
     for tensor in tensors:
         if tensor.numel():
             region = memory.find(tensor.data_ptr(), tensor.data_ptr() + 1)
-            last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
-            start = tensor.data_ptr() - region.start
-            stop = start + (last + 1) * tensor.element_size()
-            monitor.memory.history(region).touch(start, stop)
+            start, stop = _range_of(tensor)
+            monitor.memory.history(region).touch(start - region.start, stop - region.start)
     return monitor
+
+
+def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses [start, stop) of a tensor's elements."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

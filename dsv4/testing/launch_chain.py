@@ -69,6 +69,12 @@ class Recorded:
         named = zip(self.op.tensors, self.args)
         return [x for arg, x in named if _has_memory(x) and arg.name not in self.op.early]
 
+    @property
+    def guessed(self) -> list[Tensor]:
+        """Those that its kernels may read before their wait, whoever writes them."""
+        named = zip(self.op.tensors, self.args)
+        return [x for arg, x in named if _has_memory(x) and arg.name in self.op.guessed]
+
 
 class _State:
     """The part of `dsv4.ops.runtime.state.State` that a launch of an operator needs."""
@@ -260,7 +266,10 @@ def _simulate(
 ) -> Report:
     from dsv4.simulator import ChainCall, simulate_chain
 
-    given = [ChainCall(changed.get(i, call.compiled), call.args) for i, call in enumerate(calls)]
+    given = [
+        ChainCall(changed.get(i, call.compiled), call.args, guessed=call.guessed)
+        for i, call in enumerate(calls)
+    ]
     if recycled is None:
         recycled = [tensor for call in calls for tensor in call.written]
     return simulate_chain(given, recycled=recycled, **options)

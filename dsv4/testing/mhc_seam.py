@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsv4.kernels.seam.config import STREAMS, SeamConfig
+from dsv4.kernels.seam.config import STREAMS, SeamConfig, passes_left
 from dsv4.ops.mhc_seam import MHC_SEAM, mhc_seam
 from dsv4.ops.moe.rows import ExpertRows
 from dsv4.ops.quantize import quantize_e4m3
@@ -17,6 +17,8 @@ from dsv4.testing.kernel_call import OpInputs
 
 EPS = 1e-6
 PADDING = 8
+ITERS = 20
+LEFT = passes_left(ITERS)  # to the seam that is given comb
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Case:
 
     @property
     def config(self) -> SeamConfig:
-        options = (20, EPS, EPS, self.top_k)
+        options = (ITERS, EPS, EPS, self.top_k)
         return SeamConfig(self.dim, STREAMS, self.is_head, self.expands, *options)
 
 
@@ -60,7 +62,7 @@ class Inputs(OpInputs):
 
     @classmethod
     def make(cls, case: Case, seed: int, device: torch.device | str = "cpu") -> Inputs:
-        """Streams of different magnitude by token, a doubly stochastic comb."""
+        """Streams of different magnitude by token, comb as a seam leaves it."""
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -94,7 +96,7 @@ class Inputs(OpInputs):
             found["y"] = normal(tokens, dim) * torch.exp2(exponents[:, 0].float())
         if case.expands:
             found["post"] = 2 * torch.rand(tokens, STREAMS, generator=generator)
-            found["comb"] = mhc.sinkhorn(normal(tokens, STREAMS, STREAMS), 20, EPS)
+            found["comb"] = mhc.sinkhorn(normal(tokens, STREAMS, STREAMS), ITERS - LEFT, EPS)
         if case.padding_rows:
             for name in ("streams", "y", "post", "comb", "rows"):
                 if found[name] is not None:
@@ -166,14 +168,16 @@ class Inputs(OpInputs):
         if streams is None:
             streams = given["streams"]
             if self.case.expands:
-                found["streams_out"] = mhc.expand(given["y"], streams, given["post"], given["comb"])
+                comb = mhc.iterated(given["comb"], LEFT, EPS)
+                found["streams_out"] = mhc.expand(given["y"], streams, given["post"], comb)
                 streams = found["streams_out"].bfloat16()
         streams = streams.float()
         parameters = (given["fn"], given["base"], given["scale"])
         if self.case.is_head:
             mixed = mhc.head(streams, *parameters, eps=EPS, norm_eps=EPS)
         else:
-            weights = mhc.mixing(streams, *parameters, iterations=20, eps=EPS, norm_eps=EPS)
+            options = {"iterations": ITERS - LEFT, "eps": EPS, "norm_eps": EPS}
+            weights = mhc.mixing(streams, *parameters, **options)
             found["post_out"], found["comb_out"] = weights.post, weights.comb
             mixed = mhc.contract(streams, weights.pre)
         found["x"] = rms_norm(mixed.bfloat16(), given["norm_weight"], EPS)

@@ -7,6 +7,7 @@ import torch
 
 from dsv4.ops import mhc_seam, mhc_seam_runner_id
 from dsv4.ops.mhc_seam import MHC_SEAM
+from dsv4.reference import mhc
 from dsv4.testing.mhc_seam import EPS, Case, Inputs, assert_seam_close, run_op
 
 pytestmark = pytest.mark.stage("mhc")
@@ -43,6 +44,12 @@ def test_other_numbers_of_streams_and_float32(seed) -> None:
     assert found.x.dtype == torch.float32
     assert found.codes is None
     torch.testing.assert_close(found.comb.sum(-2), torch.ones(5, 2), atol=1e-4, rtol=0)
+    after = mhc_seam(
+        streams, *given, eps=EPS, norm_eps=EPS, y=torch.zeros(5, 48), post=found.post,
+        comb=found.comb,
+    )  # fmt: skip
+    comb = mhc.iterated(found.comb, 10, EPS)
+    torch.testing.assert_close(after.streams, comb.mT @ streams)
 
 
 def test_no_tokens() -> None:

@@ -56,7 +56,7 @@ class Buffers:
         partials: [row, group] fp32, products and squares of the streams.
         totals: [row] fp32.
         squares: [group] fp32, of the mixed columns.
-        starts: [16, 1] fp32, comb before its iteration.
+        starts: [16, 1] fp32, what comb's iteration starts with.
     """
 
     partials: cute.Tensor
@@ -83,7 +83,7 @@ class Collapse:
         self.config = config
         self.columns = columns
         self.tiling = tiling_of(config)
-        self.mixing = None if config.is_head else Mixing(config, self.tiling)
+        self.mixing = None if config.is_head else Mixing(config)
         groups, mixes = self.tiling.groups, self.mixing is not None
         self.warps = min(MAX_WARPS, -(-groups // WARP_GROUPS))
         if all_warps is not None:

@@ -67,7 +67,7 @@ class Loaded:
     Attributes:
         words: [pair, stream, token], of the streams.
         outputs: [pair, row, token], of the sublayer before.
-        weights: [target, source, token] of comb, the last source post.
+        weights: [target, source, token] of comb, which `Combs` makes, the last source post.
         experts: [token], below 0 where the lane's row is no result: lane i looks at row i.
     """
 
@@ -98,8 +98,8 @@ class Columns:
 
     @cute.jit
     def prefetch(self, operands: Operands, token, group, lane) -> None:
-        """Ask for a group's columns of a token's streams, and for their weights, to be brought into
-        L2, a line a lane: the weights of the sublayer in between have passed through L2."""
+        """Ask for a group's columns of a token's streams, and for post, to be brought into L2, a
+        line a lane: the weights of the sublayer in between have passed through L2."""
         streams, lines = operands.streams, STREAMS * GROUP_LINES
         at = Int64(token) * streams.stride[0] + lane // GROUP_LINES % STREAMS * Int64(
             streams.stride[1]
@@ -107,10 +107,9 @@ class Columns:
         at += group * GROUP + lane % GROUP_LINES * (GROUP // GROUP_LINES)
         address = address_of(streams, at)
         if cutlass.const_expr(self.config.expands):
-            for tensor in (operands.post, operands.comb):
-                weights = address_of(tensor, Int64(token) * tensor.stride[0])
-                address = cutlass.select_(lane == lines, weights, address)
-                lines += 1
+            post = address_of(operands.post, Int64(token) * operands.post.stride[0])
+            address = cutlass.select_(lane == lines, post, address)
+            lines += 1
         if lane < lines:
             prefetch_l2(address)
 
@@ -124,7 +123,7 @@ class Columns:
         loaded: Loaded,
         i: cutlass.Constexpr,
     ) -> None:
-        """The lane's columns of a token, as number i of what is loaded."""
+        """The lane's columns of a token, and post, as number i of what is loaded."""
         streams, outputs = self.addresses(operands, token, column)
         for j in cutlass.range_constexpr(STREAMS):
             load_words(streams[j], loaded.words[None, j, i])
@@ -133,13 +132,9 @@ class Columns:
         if cutlass.const_expr(self.config.top_k > 0):
             loaded.experts[i] = self.load_expert(operands, token, lane)
         if cutlass.const_expr(self.config.expands):
-            post, comb, weights = operands.post, operands.comb, loaded.weights[None, None, i]
-            at = address_of(post, Int64(token) * post.stride[0])
-            cute.autovec_copy(vector_at(at, Float32, 0, STREAMS), weights[None, STREAMS])
-            for j in cutlass.range_constexpr(STREAMS):
-                at = Int64(token) * comb.stride[0] + j * Int64(comb.stride[1])
-                source = vector_at(address_of(comb, at), Float32, 0, STREAMS)
-                cute.autovec_copy(source, weights[None, j])
+            at = address_of(operands.post, Int64(token) * operands.post.stride[0])
+            source = vector_at(at, Float32, 0, STREAMS)
+            cute.autovec_copy(source, loaded.weights[None, STREAMS, i])
 
     def addresses(self, operands: Operands, token, column) -> tuple[list[Int64], list[Int64]]:
         """Of the lane's columns of a token's streams, and of the sublayer's rows."""

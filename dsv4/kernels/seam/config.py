@@ -86,9 +86,20 @@ class SeamConfig:
         return self.num_streams if self.is_head else self.num_streams * (2 + self.num_streams)
 
     @property
+    def passes_left(self) -> int:
+        """Passes of comb's iteration that are left to the seam that needs it."""
+        return passes_left(self.sinkhorn_iters)
+
+    @property
     def scales(self) -> int:
         """Elements of scale: one each for pre, post and comb."""
         return 1 if self.is_head else 3
+
+
+def passes_left(sinkhorn_iters: int) -> int:
+    """Passes over rows and columns, of so many in all, that a seam leaves to the next one: for half
+    of them there is time beside the mixture, for the others before the next one's wait."""
+    return sinkhorn_iters // 2
 
 
 @dataclass(frozen=True)
@@ -156,7 +167,7 @@ class SeamTiling:
         streams = tokens * STREAMS * self.columns * 2
         partials = self.rank_groups * tokens * 32 * 4
         exchange = self.ranks * (tokens * 8 + self.owned(tokens) * MIX_ROWS + tokens) * 4
-        small = tokens * (self.rank_groups + MIX_ROWS) * 4
+        small = tokens * (self.rank_groups + 2 * STREAMS * STREAMS) * 4
         return fn + streams + partials + exchange + small
 
     def owned(self, tokens: int) -> int:

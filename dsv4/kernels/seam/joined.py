@@ -93,7 +93,7 @@ class Joined:
         smem = SmemAllocator()
         told = smem.allocate_tensor(Int64, cute.make_layout(1), byte_alignment=8)
         counts = Counts.of(workspace, place.part)
-        weights = products.begin(operands, fn, place)
+        weights = products.begin(operands, fn, buffers, place)
         thread = cute.arch.thread_idx()[0]
         if thread == 0:
             cute.arch.red(counts.begun, Int32(1), op="add", dtype="s32", sem="relaxed", scope="gpu")

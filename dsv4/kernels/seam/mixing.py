@@ -1,4 +1,5 @@
-"""post and comb of hyper-connections from their projections: sigmoids, and Sinkhorn's iteration."""
+"""post and comb of hyper-connections from their projections: sigmoids, and the passes of Sinkhorn's
+iteration that are not left to the next seam."""
 
 from __future__ import annotations
 
@@ -6,15 +7,14 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute, range_constexpr
 
 from dsv4.kernels.kit.vectors import address_of, vector_at
-from dsv4.kernels.seam.config import MIX_ROWS, STREAMS, SeamConfig, SeamTiling
+from dsv4.kernels.seam.config import MIX_ROWS, STREAMS, SeamConfig
 
 
 class Mixing:
     """Arithmetic of the warp that mixes."""
 
-    def __init__(self, config: SeamConfig, tiling: SeamTiling):
+    def __init__(self, config: SeamConfig):
         self.config = config
-        self.tiling = tiling
 
     @cute.jit
     def load_parameters(self, operands, lane) -> tuple[Float32, Float32]:
@@ -51,22 +51,28 @@ class Mixing:
 
     @cute.jit
     def store_comb(self, starts: cute.Tensor, comb_out: cute.Tensor, token) -> None:
-        """Write the doubly stochastic matrix of a token, from what it starts with [16], source
-        stream first; one lane does."""
+        """Write comb of a token, from what it starts with [16], source stream first; one lane
+        does."""
         eps = Float32(self.config.eps)
         matrix = cute.make_rmem_tensor((STREAMS, STREAMS), Float32)  # [target, source]
         for j in range_constexpr(STREAMS):
             for k in range_constexpr(STREAMS):
                 matrix[k, j] = starts[STREAMS * j + k]
         normalize_columns(matrix, eps)
-        # Not unrolled, as `Seam.load_fn`.
-        for _ in cutlass.range(self.config.sinkhorn_iters - 1, unroll=1):
-            normalize_rows(matrix, eps)
-            normalize_columns(matrix, eps)
+        iterate(matrix, self.config.sinkhorn_iters - self.config.passes_left - 1, eps)
         for j in range_constexpr(STREAMS):
             at = Int64(token) * comb_out.stride[0] + j * Int64(comb_out.stride[1])
             target = vector_at(address_of(comb_out, at), Float32, 0, STREAMS)
             cute.autovec_copy(matrix[None, j], target)
+
+
+@cute.jit
+def iterate(matrix: cute.Tensor, passes: cutlass.Constexpr, eps: Float32) -> None:
+    """Passes of Sinkhorn's iteration over a matrix [target, source]."""
+    # Not unrolled: instructions that run once are fetched where they are needed.
+    for _ in cutlass.range(passes, unroll=1):
+        normalize_rows(matrix, eps)
+        normalize_columns(matrix, eps)
 
 
 @cute.jit

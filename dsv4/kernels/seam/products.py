@@ -5,6 +5,9 @@ A CTA takes a group, and its part of the tokens in tiles of eight. A warp has ro
 group's columns in registers. It begins to load a token of the next tile, multiplies its rows with
 all tokens of this one, and writes the loaded token to the streams. The sums over a group's columns
 go to memory; `collapse.py` adds the groups.
+
+Every CTA iterates comb of its tokens by itself (`combs.py`), those of 32 tiles at once: of the
+first ones before its wait.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from dsv4.kernels.kit import pdl, quant
 from dsv4.kernels.kit.reduce import spread_sums
 from dsv4.kernels.kit.vectors import address_of, vector_at
 from dsv4.kernels.seam.columns import PAIRS, Columns, Operands, squares_of
+from dsv4.kernels.seam.combs import Combs
 from dsv4.kernels.seam.config import (
     COUNTER_WORDS,
     GROUP,
@@ -35,6 +39,7 @@ from dsv4.kernels.seam.config import (
 )
 
 STAGES = 2  # tiles by turns
+CHUNK = WARP  # tiles whose combs are made together, a token a thread
 
 
 @dataclass(frozen=True)
@@ -43,15 +48,18 @@ class Buffers:
 
     Attributes:
         loaded: [4, lane, row, token, stage] bf16, of the streams and of the sublayer's rows.
-        weights: [lane, token, stage] fp32, of comb and post.
+        post: [stream, token, stage] fp32.
         experts: [lane, token, stage] int32.
         streams: X' [4, lane, stream, token, stage] fp32.
+        combs: [target, source, token] fp32, of a chunk of tiles; None: nothing is written to the
+            streams.
     """
 
     loaded: cute.Tensor
-    weights: cute.Tensor
+    post: cute.Tensor
     experts: cute.Tensor
     streams: cute.Tensor
+    combs: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,7 @@ class Products:
         self.groups = config.dim // GROUP
         self.warp_rows = -(-config.rows // TILE)
         self.loaded_rows = STREAMS + (config.top_k + 1) * config.expands
+        self.combs = Combs(config) if config.expands else None
 
     @cute.jit
     def launch(
@@ -96,7 +105,7 @@ class Products:
     def kernel(self, operands: Operands, fn: cute.Tensor, partials: cute.Tensor):
         place = self.find_place()
         buffers = self.allocate()
-        weights = self.begin(operands, fn, place)
+        weights = self.begin(operands, fn, buffers, place)
         live = self.write_first(operands, buffers, place, partials)
         self.run(operands, buffers, place, weights, live, partials)
 
@@ -108,28 +117,50 @@ class Products:
         return Place(warp, lane, group, part, group * GROUP + lane * LANE_COLUMNS)
 
     @cute.jit
-    def begin(self, operands: Operands, fn: cute.Tensor, place: Place) -> cute.Tensor:
-        """Load the warp's rows of fn, and wait for the launch before."""
+    def begin(
+        self, operands: Operands, fn: cute.Tensor, buffers: Buffers, place: Place
+    ) -> cute.Tensor:
+        """Load the warp's rows of fn, and wait for the launch before; then load the first tile.
+        comb of the first chunk."""
         pdl.launch_dependents()
+        own, guess = self.own_token(place, 0), None
+        if cutlass.const_expr(self.combs is not None):
+            guess = self.combs.registers()
+            if own < operands.x.shape[0]:
+                self.combs.load(operands.comb, own, guess)
         # fn is no output of the launch before.
         weights = self.load_fn(fn, place)
         token = place.part * TILE + place.warp
         if token < operands.x.shape[0]:
             self.columns.prefetch(operands, token, place.group, place.lane)
+        if cutlass.const_expr(self.combs is not None):  # noqa: SIM102 static, dynamic
+            if own < operands.x.shape[0]:
+                self.combs.iterate(guess)
         pdl.wait_for_previous_launch()
+        self.load(operands, buffers, place, Int32(0))
+        if cutlass.const_expr(self.combs is not None):
+            if own < operands.x.shape[0]:
+                target = buffers.combs[None, None, cute.arch.thread_idx()[0]]
+                self.combs.settle(operands.comb, own, guess, target)
+            # Other warps need it.
+            cute.arch.sync_threads()
         return weights
+
+    def own_token(self, place: Place, chunk: Int32 | int) -> Int32:
+        """The token of a chunk of tiles whose comb a thread makes."""
+        thread = cute.arch.thread_idx()[0]
+        return first_of(place, chunk * CHUNK + thread // TILE) + thread % TILE
 
     @cute.jit
     def write_first(
         self, operands: Operands, buffers: Buffers, place: Place, partials: cute.Tensor
     ) -> Int32:
-        """Write the first tile to the streams; how many tokens have rows of experts."""
-        live = operands.x.shape[0]
+        """Write the first tile, which is under way, to the streams; how many tokens have rows of
+        experts."""
+        live, tile = operands.x.shape[0], Int32(0)
         if cutlass.const_expr(self.config.top_k > 0):
             live = operands.counts[1]
-        first, stage = place.part * TILE, Int32(0)
-        self.load(operands, buffers, place, first, stage)
-        self.write(operands, buffers, place, first, live, partials, stage)
+        self.write(operands, buffers, place, tile, live, partials)
         cute.arch.sync_threads()
         return live
 
@@ -144,18 +175,27 @@ class Products:
         partials: cute.Tensor,
     ) -> None:
         """All tiles, of which the first is written; at the end all warps have met."""
-        tokens = operands.x.shape[0]
-        first, step = place.part * TILE, cute.arch.grid_dim()[1] * TILE
-        stage = Int32(0)
-        while first < tokens:
+        tokens, tile = operands.x.shape[0], Int32(0)
+        while first_of(place, tile) < tokens:
             # The other stage was read in the round before, at whose end all warps have met.
-            self.load(operands, buffers, place, first + step, stage ^ 1)
-            self.multiply(place, first, tokens, weights, buffers.streams, stage, partials)
-            first += step
-            stage ^= 1
-            if first < tokens:
-                self.write(operands, buffers, place, first, live, partials, stage)
+            self.load(operands, buffers, place, tile + 1)
+            self.multiply(place, tile, tokens, weights, buffers.streams, partials)
+            tile += 1
+            if first_of(place, tile) < tokens:
+                if cutlass.const_expr(self.combs is not None):  # noqa: SIM102 static, dynamic
+                    if tile % CHUNK == 0:
+                        self.store_combs(operands, buffers, place, tile // CHUNK)
+                        cute.arch.sync_threads()
+                self.write(operands, buffers, place, tile, live, partials)
             cute.arch.sync_threads()
+
+    @cute.jit
+    def store_combs(self, operands: Operands, buffers: Buffers, place: Place, chunk: Int32) -> None:
+        """comb of a later chunk of tiles."""
+        own = self.own_token(place, chunk)
+        if own < operands.x.shape[0]:
+            target = buffers.combs[None, None, cute.arch.thread_idx()[0]]
+            self.combs.store(operands.comb, own, target)
 
     def allocate(self) -> Buffers:
         """The CTA's shared memory."""
@@ -166,9 +206,10 @@ class Products:
 
         return Buffers(
             tensor(BFloat16, LANE_COLUMNS, WARP, self.loaded_rows, TILE, STAGES),
-            tensor(Float32, WARP, TILE, STAGES),
+            tensor(Float32, STREAMS, TILE, STAGES),
             tensor(Int32, WARP, TILE, STAGES),
             tensor(Float32, LANE_COLUMNS, WARP, STREAMS, TILE, STAGES),
+            tensor(Float32, STREAMS, STREAMS, self.threads) if self.combs is not None else None,
         )
 
     @cute.jit
@@ -184,23 +225,21 @@ class Products:
         return weights
 
     @cute.jit
-    def load(self, operands: Operands, buffers: Buffers, place: Place, first, stage: Int32) -> None:
+    def load(self, operands: Operands, buffers: Buffers, place: Place, tile: Int32) -> None:
         """Begin to load the warp's token of a tile."""
-        token, t, lane = first + place.warp, place.warp, place.lane
+        token, t, lane = first_of(place, tile) + place.warp, place.warp, place.lane
+        stage = tile % STAGES
         if token < operands.x.shape[0]:
             streams, outputs = self.columns.addresses(operands, token, place.column)
             for row in cutlass.range_constexpr(self.loaded_rows):
                 source = vector_at((streams + outputs)[row], BFloat16, 0, LANE_COLUMNS)
                 cute.copy(copy_async(64), source, buffers.loaded[None, lane, row, t, stage])
-            if cutlass.const_expr(self.config.expands):
+            if cutlass.const_expr(self.config.expands):  # noqa: SIM102 static, dynamic
                 # A lane a weight: all read all.
-                post, comb = operands.post, operands.comb
-                j, k = lane // STREAMS % STREAMS, lane % STREAMS
-                at = Int64(token) * comb.stride[0] + j * Int64(comb.stride[1]) + k
-                other = address_of(post, Int64(token) * post.stride[0] + k)
-                at = cutlass.select_(lane < STREAMS * STREAMS, address_of(comb, at), other)
-                target = buffers.weights[None, t, stage].iterator + lane
-                copy_word(at, Float32, target)
+                if lane < STREAMS:
+                    at = Int64(token) * operands.post.stride[0] + lane
+                    target = buffers.post[None, t, stage].iterator + lane
+                    copy_word(address_of(operands.post, at), Float32, target)
             if cutlass.const_expr(self.config.top_k > 0):
                 ids = operands.ids
                 place_ = cutlass.min(lane, self.config.top_k - 1)
@@ -214,13 +253,13 @@ class Products:
         operands: Operands,
         buffers: Buffers,
         place: Place,
-        first,
+        tile: Int32,
         live,
         partials: cute.Tensor,
-        stage: Int32,
     ) -> None:
         """Write the warp's token of a tile to the streams; in shared memory, zeros past the end."""
-        token, t, lane = first + place.warp, place.warp, place.lane
+        token, t, lane = first_of(place, tile) + place.warp, place.warp, place.lane
+        stage = tile % STAGES
         loaded = self.columns.registers(1)
         words = loaded.words[None, None, 0]
         cute.arch.cp_async_wait_group(0)
@@ -233,10 +272,11 @@ class Products:
                     read_words(source, loaded.outputs[None, row, 0])
                 # Weights are other lanes' copies.
                 cute.arch.sync_warp()
-                for j in cutlass.range_constexpr(STREAMS + 1):
-                    source = buffers.weights[None, t, stage].iterator + j * STREAMS
-                    source = cute.make_tensor(source.align(16), cute.make_layout(STREAMS))
-                    cute.autovec_copy(source, loaded.weights[None, j, 0])
+                cute.autovec_copy(buffers.post[None, t, stage], loaded.weights[None, STREAMS, 0])
+                index = tile % CHUNK * TILE + t
+                for j in cutlass.range_constexpr(STREAMS):
+                    comb = buffers.combs[None, j, index]
+                    cute.autovec_copy(comb, loaded.weights[None, j, 0])
             if cutlass.const_expr(self.config.top_k > 0):
                 expert = buffers.experts[lane, t, stage]
                 loaded.experts[0] = self.columns.used_expert(expert, lane, token < live)
@@ -256,14 +296,14 @@ class Products:
     def multiply(
         self,
         place: Place,
-        first,
+        tile: Int32,
         tokens,
         weights: cute.Tensor,
         streams: cute.Tensor,
-        stage: Int32,
         partials: cute.Tensor,
     ) -> None:
         """partials of the warp's rows and the tokens of a tile."""
+        first, stage = first_of(place, tile), tile % STAGES
         first_row = place.warp * self.warp_rows
         if first_row < self.config.rows:
             products = cute.make_rmem_tensor((TILE, self.warp_rows), Float32)
@@ -284,6 +324,11 @@ class Products:
                 is_sum = (at < len(terms)) & (place.lane % copies == 0)
                 if is_sum & (row < self.config.rows) & (token < tokens):
                     partials[token, place.group, row] = sums[i]
+
+
+def first_of(place: Place, tile: Int32) -> Int32:
+    """First token of a tile, by its number among those of the part."""
+    return (place.part + tile * cute.arch.grid_dim()[1]) * TILE
 
 
 def partials_in(workspace: cute.Tensor, tokens: Int32, groups: int) -> cute.Tensor:

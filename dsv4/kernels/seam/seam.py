@@ -14,6 +14,9 @@ X', and of the squares of x. A warp of its own turns the products into post and 
 Every sum has one order: the columns of a lane, lanes as a butterfly, the groups of a CTA in order,
 CTAs as a butterfly. A token's bits depend neither on the pass size nor on the other tokens, nor on
 the number of launches: the second of two adds groups as if they were those of a cluster's CTAs.
+
+Half of comb's iteration ends with x; the seam that needs comb runs the other half, beside the
+launch before (`combs.py`).
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from dsv4.kernels.seam.columns import (
     mix,
     squares_of,
 )
+from dsv4.kernels.seam.combs import Combs, Guess
 from dsv4.kernels.seam.config import (
     GROUP,
     LANE_COLUMNS,
@@ -62,8 +66,9 @@ from dsv4.kernels.seam.products import Products, partials_in
 QUAD = 4  # floats of a remote store
 SHARED_ROWS = 8  # of the sums that every CTA gets: pre, then the squares
 COMPUTE = WARPS * WARP  # threads
-# Named barriers: of the computing warps, and of all, on which the mixing warp only arrives.
-COMPUTING, READ = 1, 2
+# Named barriers: of the computing warps, and of all, on which the warp beside them only arrives:
+# when it has read the sums, and when comb is there.
+COMPUTING, READ, COMBS = 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,8 @@ class Buffers:
             mixes.
         squares: [group, token] fp32, of x.
         square_sums: [token, rank] fp32.
-        starts: [16, owned token] fp32, comb before its iteration.
+        starts: [16, owned token] fp32, what comb's iteration starts with.
+        combs: [target, source, token] fp32, of the sublayer before.
         exchanged: mbarriers of the two exchanges.
     """
 
@@ -91,6 +97,7 @@ class Buffers:
     squares: cute.Tensor
     square_sums: cute.Tensor
     starts: cute.Tensor
+    combs: cute.Tensor
     exchanged: cute.Pointer
 
 
@@ -121,8 +128,9 @@ class Seam:
         if can_join(self.tiling):
             self.joined = Joined(config, self.columns, self.products)
         self.max_tokens = self.tiling.pass_sizes[-1]
-        self.mixing = None if config.is_head else Mixing(config, self.tiling)
-        self.threads = COMPUTE + WARP * (not config.is_head)
+        self.mixing = None if config.is_head else Mixing(config)
+        self.combs = Combs(config) if config.expands else None
+        self.threads = COMPUTE + WARP * (not config.is_head or config.expands)
 
     @cute.jit
     def __call__(
@@ -196,6 +204,14 @@ class Seam:
     def kernel(self, operands: Operands, fn: cute.Tensor, pass_tokens: Int32):
         buffers = self.allocate()
         place = self.find_place()
+        guess, is_guessing = None, None
+        if cutlass.const_expr(self.combs is not None):
+            # First of all: the rest of what is done before the wait hides the load.
+            guess, token = self.combs.registers(), self.own_token(place, pass_tokens)
+            is_guessing = (place.warp == WARPS) & (place.lane < pass_tokens)
+            is_guessing = is_guessing & (token < operands.x.shape[0])
+            if is_guessing:
+                self.combs.load(operands.comb, token, guess)
         if place.warp == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(2):
@@ -219,9 +235,15 @@ class Seam:
             mix_row = self.mixing.load_parameters(operands, place.lane)
         # The mbarriers of the other CTAs exist from here on.
         cute.arch.cluster_wait()
+        if cutlass.const_expr(self.combs is not None):  # noqa: SIM102 static, dynamic
+            # Not earlier: all warps of the CTA meet there.
+            if is_guessing:
+                self.combs.iterate(guess)
         pdl.wait_for_previous_launch()
         # Not before: the next launch's weights would take DRAM from the launch that is waited for.
         pdl.launch_dependents()
+        if cutlass.const_expr(self.combs is not None):
+            self.settle_comb(operands, buffers, place, guess, is_guessing, pass_tokens)
         self.run_size(operands, buffers, place, (held, gains, mix_row), pass_tokens, 0)
 
     @cute.jit
@@ -262,6 +284,7 @@ class Seam:
             tensor(Float32, groups, tokens),
             tensor(Float32, tokens, ranks),
             tensor(Float32, STREAMS * STREAMS, owned),
+            tensor(Float32, STREAMS, STREAMS, tokens),
             smem.allocate_array(Int64, 2),
         )
 
@@ -328,10 +351,48 @@ class Seam:
                 sync_computing()
                 self.send_sums(buffers, place, size)
                 self.collapse(operands, buffers, place, (held, gains), first, size, parity)
-            elif cutlass.const_expr(self.mixing is not None):
+            elif cutlass.const_expr(self.threads > COMPUTE):
                 self.mix(operands, buffers, place, mix_row, first, size, parity)
+                if cutlass.const_expr(self.combs is not None):
+                    # No warp of this CTA reads the pass's own ones any more: it has sent its sums.
+                    self.store_comb(operands, buffers, place, first + clusters * size, size)
             first += clusters * size
             parity ^= 1
+
+    # ---- comb of the sublayer before -------------------------------------------------------------
+
+    def own_token(self, place: Place, pass_tokens) -> Int32:
+        """The token of the cluster's first pass whose comb a lane makes."""
+        return cute.arch.block_idx()[0] // self.tiling.ranks * pass_tokens + place.lane
+
+    @cute.jit
+    def settle_comb(
+        self,
+        operands: Operands,
+        buffers: Buffers,
+        place: Place,
+        guess: Guess,
+        is_guessing: Boolean,
+        pass_tokens: Int32,
+    ) -> None:
+        """comb of the first pass, by the warp beside those that compute."""
+        if place.warp == WARPS:
+            if is_guessing:
+                token = self.own_token(place, pass_tokens)
+                target = buffers.combs[None, None, place.lane]
+                self.combs.settle(operands.comb, token, guess, target)
+            cute.arch.barrier_arrive(barrier_id=COMBS, number_of_threads=self.threads)
+
+    @cute.jit
+    def store_comb(
+        self, operands: Operands, buffers: Buffers, place: Place, first, size: cutlass.Constexpr
+    ) -> None:
+        """comb of a later pass, if there is one, by the same warp."""
+        if first < operands.x.shape[0]:
+            if (place.lane < size) & (first + place.lane < operands.x.shape[0]):
+                target = buffers.combs[None, None, place.lane]
+                self.combs.store(operands.comb, first + place.lane, target)
+            cute.arch.barrier_arrive(barrier_id=COMBS, number_of_threads=self.threads)
 
     # ---- streams ---------------------------------------------------------------------------------
 
@@ -362,6 +423,8 @@ class Seam:
             t = place.set + i * sets
             if t < size and first + t < tokens and place.is_group:
                 self.columns.load(operands, first + t, place.column, place.lane, loaded, i)
+        if cutlass.const_expr(self.combs is not None):
+            cute.arch.barrier(barrier_id=COMBS, number_of_threads=self.threads)
         for i in cutlass.range_constexpr(rounds):
             t = place.set + i * sets
             if t < size:
@@ -369,6 +432,10 @@ class Seam:
                 if place.is_group:
                     if cutlass.const_expr(self.config.expands):  # noqa: SIM102 static, dynamic
                         if first + t < tokens:
+                            weights = loaded.weights[None, None, i]
+                            for j in cutlass.range_constexpr(STREAMS):
+                                comb = buffers.combs[None, j, t]
+                                cute.autovec_copy(comb, weights[None, j])
                             self.columns.write(operands, first + t, place.column, loaded, i)
                     for j in cutlass.range_constexpr(STREAMS):
                         target = buffers.streams[None, place.lane, place.group, j, t]
@@ -536,36 +603,43 @@ class Seam:
         size: cutlass.Constexpr,
         parity,
     ) -> None:
-        """post and comb of the tokens that this CTA mixes: t with t % ranks == rank."""
+        """post and comb of the tokens that this CTA mixes: t with t % ranks == rank; of a head
+        there is none."""
         tiling = self.tiling
         ranks, owned = tiling.ranks, tiling.owned(size)
         cute.arch.mbarrier_wait(buffers.exchanged, parity)
         projected = cute.make_rmem_tensor(owned, Float32)
         projected.fill(0.0)
-        for o in cutlass.range_constexpr(owned):
-            t = place.rank + o * ranks
-            if t < size:
-                (squares,) = self.over_ranks(buffers.sums[STREAMS, t, place.lane % ranks])
-                row = cutlass.min(place.lane, MIX_ROWS - 1)
-                parts = [buffers.mix_sums[row, o, rank] for rank in range(ranks)]
-                projected[o] = tree(operator.add, parts) * self.columns.inverse_rms(
-                    squares, STREAMS
-                )
+        if cutlass.const_expr(self.mixing is not None):
+            for o in cutlass.range_constexpr(owned):
+                t = place.rank + o * ranks
+                if t < size:
+                    projected[o] = self.projection(buffers, place, t, o)
         # Other CTAs may overwrite what was read once they have this CTA's squares.
         cute.arch.barrier_arrive(barrier_id=READ, number_of_threads=self.threads)
-        for o in cutlass.range_constexpr(owned):
-            t = place.rank + o * ranks
-            if t < size:
-                target = operands, buffers, first + t, o
-                self.mixing.store_post(target, place.lane, mix_row, projected[o])
-        cute.arch.sync_warp()
-        if place.lane < owned:
-            t = place.rank + place.lane * ranks
-            if t < size and first + t < operands.x.shape[0]:
-                starts = buffers.starts[None, place.lane]
-                self.mixing.store_comb(starts, operands.comb_out, first + t)
-        # The next pass writes the starts that other lanes read here.
-        cute.arch.sync_warp()
+        if cutlass.const_expr(self.mixing is not None):
+            for o in cutlass.range_constexpr(owned):
+                t = place.rank + o * ranks
+                if t < size:
+                    target = operands, buffers, first + t, o
+                    self.mixing.store_post(target, place.lane, mix_row, projected[o])
+            cute.arch.sync_warp()
+            if place.lane < owned:
+                t = place.rank + place.lane * ranks
+                if t < size and first + t < operands.x.shape[0]:
+                    starts = buffers.starts[None, place.lane]
+                    self.mixing.store_comb(starts, operands.comb_out, first + t)
+            # The next pass writes the starts that other lanes read here.
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def projection(self, buffers: Buffers, place: Place, t, owned: cutlass.Constexpr) -> Float32:
+        """The lane's row of fn times the streams of a token, over their root mean square."""
+        ranks = self.tiling.ranks
+        (squares,) = self.over_ranks(buffers.sums[STREAMS, t, place.lane % ranks])
+        row = cutlass.min(place.lane, MIX_ROWS - 1)
+        parts = [buffers.mix_sums[row, owned, rank] for rank in range(ranks)]
+        return tree(operator.add, parts) * self.columns.inverse_rms(squares, STREAMS)
 
 
 @cute.jit

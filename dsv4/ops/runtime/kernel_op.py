@@ -31,6 +31,8 @@ class KernelOp:
         kernels: architecture -> module with `build(config, options)`.
         early: tensors that kernels may read while the launch before still runs, where that is one
             that lets others start early: it must not write them.
+        guessed: tensors that kernels read then, too, whoever writes them: what they find is
+            compared with what is there behind the wait, and used where it is the same.
         overload: the registered operator, the object that is fastest to call.
     """
 
@@ -39,6 +41,7 @@ class KernelOp:
     args: ClassVar[Table]
     kernels: ClassVar[Mapping[str, str]]
     early: ClassVar[tuple[str, ...]] = ()
+    guessed: ClassVar[tuple[str, ...]] = ()
 
     # ---- what a family says ----
 

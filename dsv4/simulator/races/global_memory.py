@@ -39,9 +39,12 @@ _LANES = np.arange(32)
 class GlobalRaces(StrongLoads, TensorMapReads):
     """Checker of one launch's accesses to global memory; reports through the monitor."""
 
-    def __init__(self, monitor, before: GlobalRaces | None, undefined: tuple = ()):
+    def __init__(
+        self, monitor, before: GlobalRaces | None, undefined: tuple = (), guessed: tuple = ()
+    ):
         super().__init__()
-        self.monitor, self.before, self.undefined = monitor, before, undefined
+        self.monitor, self.before = monitor, before
+        self.undefined, self.guessed = undefined, guessed
         self.waited = before is None  # for the launches before, by some thread
         self.flags = Flags()
         self.narrow = False
@@ -100,6 +103,9 @@ class GlobalRaces(StrongLoads, TensorMapReads):
         if order.strong and not write:
             if self.before is not None:
                 know = w.cluster.state.clocks.view(w.agent, lanes)
+                waited = know[SEEN, w.cluster.state.clocks.agent(LAUNCH_BEFORE)]
+                if not waited and self._is_guess(active):
+                    return
                 self._strong_load_of_earlier(w, active, know, size)
             self._strong_load(w, active, mask, lanes, size, order)
             for address in np.unique(active).tolist():

@@ -32,12 +32,15 @@ class Monitor(CopyRaces, TensorRaces, Observer):
         entry: the kernel.
         before: of the launch before, if this one may start while that one runs.
         undefined: addresses [start, stop) of allocations that hold nothing before the launches.
+        guessed: addresses [start, stop) whose strong loads before the wait are guesses.
     """
 
-    def __init__(self, entry, before: Monitor | None = None, undefined: tuple = ()):
+    def __init__(
+        self, entry, before: Monitor | None = None, undefined: tuple = (), guessed: tuple = ()
+    ):
         super().__init__(entry)
         earlier = before.memory if before is not None else None
-        self.memory = GlobalRaces(self, earlier, undefined)
+        self.memory = GlobalRaces(self, earlier, undefined, guessed)
 
     # --- life of a cluster -----------------------------------------------------------------------
     def start_cluster(self, cluster: Cluster, warps: list) -> None:

@@ -14,6 +14,14 @@ from dsv4.simulator.races.owners import owner_of
 class StrongLoads:
     """Part of the checker of global memory: polls, and other loads that synchronise."""
 
+    def _is_guess(self, active) -> bool:
+        """Whether a load before the wait may find anything: of words that are compared with what is
+        there behind it. A weak load may not: it could leave a line in L1."""
+        return bool(self.guessed) and all(
+            any(start <= address < stop for start, stop in self.guessed)
+            for address in active.tolist()
+        )
+
     def _strong_load_of_earlier(self, w, active, know, size: int) -> None:
         """A strong load against the writes of launches before."""
         for address in active.tolist():

@@ -211,16 +211,28 @@ BUGS: dict[str, Edit] = {
     "squares sent before all warps have summed": at("Seam.collapse")
     .call("cute.arch.barrier")
     .delete(),
+    "comb of a pass read before it is there": at("Seam.write_streams")
+    .call("cute.arch.barrier")
+    .delete(),
     "starts of comb read before they are written": at("Seam.mix")
     .call("cute.arch.sync_warp", 0)
+    .delete(),
+    "starts of comb of the second launch read too early": at("Collapse.mix")
+    .call("cute.arch.sync_warp")
+    .delete(),
+    "comb of a pass written while it is read": at("Seam.mix")
+    .call("cute.arch.mbarrier_wait")
     .delete(),
     "tokens read before they are loaded": at("Products.write")
     .call("cute.arch.cp_async_wait_group")
     .delete(),
+    "comb of other warps read too early": at("Products.begin")
+    .call("cute.arch.sync_threads")
+    .delete(),
     "the first tile multiplied too early": at("Products.write_first")
     .call("cute.arch.sync_threads")
     .delete(),
-    "a tile multiplied too early": at("Products.run").call("cute.arch.sync_threads").delete(),
+    "a tile multiplied too early": at("Products.run").call("cute.arch.sync_threads", 1).delete(),
     "products read before they are written": at("Collapse.kernel")
     .call("pdl.wait_for_previous_launch")
     .delete(),
@@ -233,25 +245,24 @@ BUGS: dict[str, Edit] = {
     "squares of other warps read too early": at("Collapse.write_row")
     .call("cute.arch.barrier")
     .delete(),
-    "starts of comb of the second launch read too early": at("Collapse.mix")
-    .call("cute.arch.sync_warp")
-    .delete(),
     "products of other CTAs of a joined launch not waited for": at("Joined.meet")
     .expression("arrived < groups")
     .replace("arrived < 0"),
     "tokens of a joined launch taken before all threads know": at("Joined.kernel")
     .call("cute.arch.sync_threads")
     .delete(),
-    "mixed before the sums are there": at("Seam.mix").call("cute.arch.mbarrier_wait").delete(),
     "comb of the transposed matrix": at("expand")
     .expression("weights[k, j]")
     .replace("weights[j, k]"),
     "rows without an expert are added": at("add_rows")
     .expression("used & (1 << i) != 0")
     .replace("used & (1 << i) != -1"),
-    "one iteration too few": at("Mixing.store_comb")
-    .expression("self.config.sinkhorn_iters - 1")
-    .replace("self.config.sinkhorn_iters - 19"),
+    "passes too few": at("Mixing.store_comb")
+    .expression("self.config.sinkhorn_iters - self.config.passes_left - 1")
+    .replace("1"),
+    "no pass of those that were left": at("Combs.iterate")
+    .expression("self.config.passes_left")
+    .replace("0"),
 }
 
 
