@@ -62,4 +62,5 @@ class Selection(NamedTuple):
     gate: GateTensors
     token_tiles: Int32  # of the gate
     leads: Boolean  # whether the whole router is part of the experts' first launch
+    has_codes: Boolean  # whether that launch is given codes of x
     counter: cute.Tensor  # [1] int32, 0 between launches

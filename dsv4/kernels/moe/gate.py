@@ -23,6 +23,7 @@ from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.kit import pdl, quant
 from dsv4.kernels.kit.pointers import pointer_at
+from dsv4.kernels.kit.vectors import address_of, prefetch_l2
 from dsv4.kernels.moe.packed_rows import PackedTokens, pack_tokens, scale_of_tokens
 from dsv4.kernels.moe.routing import (
     ARRIVAL_WORDS,
@@ -42,6 +43,7 @@ CHUNK = 32  # elements of k that a quad loads at a time, of one row
 CHUNKS = PART // CHUNK
 WORDS = 4  # registers of a lane's vector
 LANE_BYTES = 16
+LINE_BYTES = 128  # of L2
 
 
 class GateTensors(NamedTuple):
@@ -219,6 +221,16 @@ def load_weights(
 
 
 @cute.jit
+def prefetch_weights(weight: cute.Tensor, expert_tile: Int32, piece: Int32, warp: Int32) -> None:
+    """Ask for what `load_weights` loads to be brought into L2, a row a lane."""
+    row = expert_tile * EXPERT_TILE + cute.arch.lane_idx()
+    offset = Int64(row) * weight.stride[0] + piece * SLICE + warp * PART
+    address = address_of(weight, offset)
+    for line in cutlass.range_constexpr(PART * weight.element_type.width // 8 // LINE_BYTES):
+        prefetch_l2(address + line * LINE_BYTES)
+
+
+@cute.jit
 def load_activations(x: cute.Tensor, first_token: Int32, k_block: Int32, target: cute.Tensor):
     """target[word, chunk] = this lane's elements of a k block of 8 tokens; zeros past the last."""
     lane = cute.arch.lane_idx()
@@ -250,10 +262,9 @@ def store_totals(
 
 
 @cute.jit
-def store_codes(
-    tensors: GateTensors, words: cute.Tensor, token: Int32, k_block: Int32, place: Int32
-) -> None:
-    """Write e4m3 codes and the E8M0 scale of 128 elements of a token, which a quad holds."""
+def store_codes(tensors, words: cute.Tensor, token: Int32, k_block: Int32, place: Int32) -> None:
+    """Write e4m3 codes and the E8M0 scale of 128 elements of a token, which a quad holds, to the
+    `codes` and `scales` of a launch's tensors."""
     pairs = [words[i, c] for c in range(CHUNKS) for i in range(WORDS)]
     scale = quant.e8m0_scale_e4m3(quant.amax_bf16(pairs, lanes=4))
     for c in cutlass.range_constexpr(CHUNKS):

@@ -82,7 +82,7 @@ class MoeLayer:
         live_tokens: cute.Tensor,  # [1] int32, or no rows
         x_codes: cute.Tensor,  # [T, D] e4m3 of x, or no rows
         x_scale: cute.Tensor,  # [T, D / 128] E8M0, the same
-        workspace: cute.Tensor,  # zeros where there are codes
+        workspace: cute.Tensor,  # zeros where there are few tokens
         tiling: Int32,  # of the experts' products
         splits: Int32,  # of the gate
         token_tiles: Int32,  # of the gate; 0: it is that of many tokens
@@ -105,7 +105,8 @@ class MoeLayer:
             packed_h = PackedRows(at["packed_h"], at["packed_h_scales"])
             tensors = tensors._replace(packed=packed)
         leads = self.expert_kernels.leads(Int32(tokens), x_codes, num_sms)
-        codes, scales = one_of(leads, x_codes, codes), one_of(leads, x_scale, scales)
+        has_codes = leads & (x_codes.shape[0] > 0)
+        codes, scales = one_of(has_codes, x_codes, codes), one_of(has_codes, x_scale, scales)
         lists = Lists(
             partials, bias, table, input_ids, live_tokens, ids, weights, order, groups, counts,
             arrivals, at["run_counts"],
@@ -119,7 +120,7 @@ class MoeLayer:
         counter = cute.make_tensor(
             cute.recast_ptr(workspace.iterator, dtype=Int32), cute.make_layout((1,))
         )
-        selection = Selection(lists, group_tokens, tensors, token_tiles, leads, counter)
+        selection = Selection(lists, group_tokens, tensors, token_tiles, leads, has_codes, counter)
         self.expert_kernels.launch(experts, live_tokens, selection, stream, tiling, num_sms)
         if combines != 0:
             self.expert_kernels.combine.launch(rows, ids, counts, out, stream)

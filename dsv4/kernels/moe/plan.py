@@ -35,6 +35,7 @@ class Source(Enum):
     TOKENS = auto()  # codes of tokens, gathered by the pairs of a tile
     CODES = auto()  # codes of rows in the order of tiles
     BFLOAT16 = auto()  # bf16 rows in that order, quantised on their way into the ring
+    BFLOAT16_TOKENS = auto()  # bf16 tokens of the shared expert alone, quantised likewise
 
 
 @dataclass(frozen=True)
@@ -169,14 +170,19 @@ class ProductPlan(RingPlan):
 
     @classmethod
     def gate_and_up(
-        cls, config: ExpertsConfig, tiling: Tiling, is_shared: bool, lanes_per_warp: int
+        cls,
+        config: ExpertsConfig,
+        tiling: Tiling,
+        is_shared: bool,
+        lanes_per_warp: int,
+        source: Source = Source.TOKENS,
     ) -> ProductPlan:
         """Of w1 and w3, of the shared expert or of all routed ones: a tile has as many rows of
         each."""
         tiling = tiling.alone if is_shared else tiling
         return cls(
             config.hidden, config.inner, config.inner // (PANEL_ROWS * tiling.warpgroups),
-            config.expert_dtype, config.scale_form, tiling, Source.TOKENS, is_shared,
+            config.expert_dtype, config.scale_form, tiling, source, is_shared,
             not is_shared, lanes_per_warp, config.shared_dtype,
         )  # fmt: skip
 
@@ -248,14 +254,19 @@ class ProductPlan(RingPlan):
     @property
     def is_gated(self) -> bool:
         """Whether the rows are those of gate and of up."""
-        return self.source is Source.TOKENS
+        return self.source in (Source.TOKENS, Source.BFLOAT16_TOKENS)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether activations become codes on their way into the ring."""
+        return self.source in (Source.BFLOAT16, Source.BFLOAT16_TOKENS)
 
     @property
     def has_copies(self) -> bool:
         """Whether activations are copied as they lie, by this product or by the other one of the
         launch: the copies of each lane then arrive, too."""
         has_bf16 = any(kind.is_bf16 for kind in self.kinds)
-        return self.source is not Source.BFLOAT16 or self.tiling.is_joint or has_bf16
+        return not self.quantizes or self.tiling.is_joint or has_bf16
 
     # ---- a stage ----
 

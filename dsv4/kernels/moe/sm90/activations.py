@@ -15,7 +15,7 @@ from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.pointers import pointer_at
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
 from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS
-from dsv4.kernels.moe.plan import ACTIVATION_WARPS, Kind, ProductPlan, Source
+from dsv4.kernels.moe.plan import ACTIVATION_WARPS, Kind, ProductPlan
 from dsv4.kernels.moe.sm90.context import ProductContext, WorkTile, panels_of, read_schedule
 
 WARP = 32
@@ -104,7 +104,7 @@ class ActivationWarps:
         for i in cutlass.range_constexpr(-(-max(kind.tokens for kind in self.plan.kinds) // WARP)):
             column = i * WARP + lane
             row = tile.first + column
-            if cutlass.const_expr(self.plan.source is Source.TOKENS):
+            if cutlass.const_expr(self.plan.is_gated):
                 is_pair = not tile.is_shared
                 if ctx.operands.weights.shape[0] == 1:
                     # The only token's row: where it stands in the list is not worth a load.
@@ -127,7 +127,7 @@ class ActivationWarps:
                 factor = None
                 if cutlass.const_expr(kind.dtype == "fp8"):
                     factor = self._block_scale(ctx, kind, is_shared, tile, lane, step)
-                if cutlass.const_expr(self.plan.source is Source.BFLOAT16):
+                if cutlass.const_expr(self.plan.quantizes):
                     self._quantize(ctx, kind, tile, rows, lane, step, cursor)
                 else:
                     self._copy(ctx, kind, tile, rows, lane, step, cursor)
@@ -138,7 +138,7 @@ class ActivationWarps:
                 # wgmma reads codes through the async proxy; of copies the consumers take care.
                 if cutlass.const_expr(not self.plan.has_copies):
                     cute.arch.fence_view_async_shared()
-                elif cutlass.const_expr(self.plan.source is Source.BFLOAT16):
+                elif cutlass.const_expr(self.plan.quantizes):
                     # The other product's copies arrive, too: here there are none.
                     cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + cursor.stage)
                 ring.at(cursor.stage).commit(lane)

@@ -2,11 +2,14 @@
 activations as they are, beside a shared expert in FP8 or bf16.
 
 The launches are those of `ExpertsSm90`, a tiling's two products in one launch or two; the shared
-expert's first one beside the selection. NVFP4 is W4A16: weights are decoded to bf16 on their way
-into registers, and nothing rounds x or h but bf16 itself.
+expert's first one beside the selection, or, of few tokens in FP8, beside the whole router. NVFP4 is
+W4A16: weights are decoded to bf16 on their way into registers, and nothing rounds x or h but bf16
+itself.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import cutlass
 from cutlass import Boolean, Int32, cute
@@ -15,14 +18,16 @@ from dsv4.kernels.moe.combine import Combine
 from dsv4.kernels.moe.config import ExpertsConfig
 from dsv4.kernels.moe.expert_tensors import ExpertTensors, Selection
 from dsv4.kernels.moe.gate_many import Gates
-from dsv4.kernels.moe.plan import ProductPlan, Tiling, tilings
-from dsv4.kernels.moe.routing import RoutingConfig
+from dsv4.kernels.moe.plan import ProductPlan, Source, Tiling, tilings
+from dsv4.kernels.moe.routing import TOKEN_TILE, RoutingConfig
 from dsv4.kernels.moe.select import Select
 from dsv4.kernels.moe.sm90.bf16_roles import Bf16Activations, Bf16Consumers
+from dsv4.kernels.moe.sm90.context import Operands
 from dsv4.kernels.moe.sm90.epilogue import Rows, SwiGlu
-from dsv4.kernels.moe.sm90.experts import down_operands, up_operands
+from dsv4.kernels.moe.sm90.experts import down_operands, router_tensors, up_operands
 from dsv4.kernels.moe.sm90.joint_products import JointProducts
 from dsv4.kernels.moe.sm90.product import GroupedProduct, ProductBesideSelection
+from dsv4.kernels.moe.sm90.router_beside_product import RouterBesideProduct
 
 
 class Bf16Product(GroupedProduct):
@@ -46,6 +51,7 @@ class Bf16Experts:
         self.gate = Gates(routing)
         self.config = config
         self.has_bf16_shared = config.shared_dtype == "bfloat16"
+        self.router = None if self.has_bf16_shared else self._router(config, routing)
         self.products = []
         for tiling in tilings(config):
             shared, routed = (self._gate_and_up(tiling, is_shared) for is_shared in (True, False))
@@ -63,9 +69,19 @@ class Bf16Experts:
         epilogue = SwiGlu(plan.panels, config.top_k, config.limit)
         return Bf16Product(plan, epilogue, config.top_k)
 
+    def _router(self, config: ExpertsConfig, routing: RoutingConfig) -> RouterBesideProduct:
+        """The router of few tokens, beside the first product of a shared expert in FP8, which
+        alone reads codes."""
+        tiling = replace(tilings(config)[0], alone_tokens=TOKEN_TILE)
+        source = Source.BFLOAT16_TOKENS
+        plan = ProductPlan.gate_and_up(config, tiling, True, self.lanes_per_warp, source)
+        epilogue = SwiGlu(plan.panels, config.top_k, config.limit)
+        return RouterBesideProduct(GroupedProduct(plan, epilogue, config.top_k), routing)
+
     def leads(self, tokens: Int32, x_codes: cute.Tensor, num_sms: Int32) -> Boolean:
-        """Whether the whole router shares a launch with a product: never."""
-        return Boolean(False)
+        """Whether the whole router shares a launch with the shared expert's first product; codes
+        that are given are not read."""
+        return Boolean(False) if self.router is None else self.router.serves(tokens, num_sms)
 
     @cute.jit
     def launch(
@@ -78,8 +94,15 @@ class Bf16Experts:
         num_sms: Int32,
     ):
         """Launch one tiling's kernels up to the rows, the router's among them."""
-        self.gate.launch(selection.gate, stream, selection.token_tiles)
         codes = up_operands(tensors, live_tokens)
+        if not selection.leads:
+            self.gate.launch(selection.gate, stream, selection.token_tiles)
+        if cutlass.const_expr(self.router is not None):  # noqa: SIM102 static, dynamic
+            if selection.leads:
+                self.router.launch(
+                    codes._replace(x=tensors.x), router_tensors(selection), stream, num_sms,
+                    selection.group_tokens,
+                )  # fmt: skip
         scales = None
         if cutlass.const_expr(self.config.expert_dtype == "nvfp4"):
             scales = tensors.global_scales
@@ -90,10 +113,20 @@ class Bf16Experts:
             shared_up = codes._replace(x=tensors.x)
         for i in cutlass.range_constexpr(len(self.products)):
             if tiling == i:
-                beside, routed, second, joint = self.products[i]
-                beside.launch(shared_up, selection.lists, stream, num_sms, selection.group_tokens)
+                _, routed, second, joint = self.products[i]
+                self._select(i, shared_up, selection, stream, num_sms)
                 if cutlass.const_expr(joint is not None):
                     joint.launch(up, down, tensors.taken, stream, num_sms)
                 else:
                     routed.launch(up, stream, num_sms)
                     second.launch(down, stream, num_sms)
+
+    @cute.jit
+    def _select(
+        self, i: cutlass.Constexpr, up: Operands, selection: Selection, stream, num_sms: Int32
+    ):
+        """Launch the selection beside the shared expert's first product, unless the whole router is
+        there."""
+        if not selection.leads:
+            lists, group_tokens = selection.lists, selection.group_tokens
+            self.products[i][0].launch(up, lists, stream, num_sms, group_tokens)

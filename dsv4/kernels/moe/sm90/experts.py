@@ -51,7 +51,9 @@ class ExpertsSm90:
         self.config = config
         self.products = []
         self.wide = []  # of many tokens, behind the others
-        self.leading = [] if routing is None else self._routers(config, routing)
+        self.leading, self.rounding = [], None
+        if routing is not None:
+            self.leading, self.rounding = self._routers(config, routing)
         self.gate = None if routing is None else Gates(routing)
         for tiling in tilings(config):
             if tiling.is_wide:
@@ -68,16 +70,24 @@ class ExpertsSm90:
         self.quantizer = QuantizeRows(config.inner)
         self.combine = Combine(config.hidden, config.top_k)
 
-    def _routers(self, config: ExpertsConfig, routing: RoutingConfig) -> list[RouterBesideProduct]:
-        """Routers of few tokens, by the columns of the product beside them, ascending."""
+    def _routers(self, config: ExpertsConfig, routing: RoutingConfig) -> tuple:
+        """Routers of few tokens, by the columns of the product beside them, ascending; and the one
+        of a tile of tokens without codes."""
         few = tilings(config)[0]
         columns = range(TOKEN_TILE, ROUTER_TOKENS + 1, TOKEN_TILE)
         tilings_of = [replace(few, alone_tokens=count) for count in columns]
-        return [RouterBesideProduct(self._gate_and_up(t, True), routing) for t in tilings_of]
+        products = [self._gate_and_up(tiling, True) for tiling in tilings_of]
+        rounding = self._gate_and_up(tilings_of[0], True, Source.BFLOAT16_TOKENS)
+        return (
+            [RouterBesideProduct(product, routing) for product in products],
+            RouterBesideProduct(rounding, routing, writes_codes=True),
+        )
 
-    def _gate_and_up(self, tiling: Tiling, is_shared: bool) -> GroupedProduct:
+    def _gate_and_up(
+        self, tiling: Tiling, is_shared: bool, source: Source = Source.TOKENS
+    ) -> GroupedProduct:
         config = self.config
-        plan = ProductPlan.gate_and_up(config, tiling, is_shared, self.lanes_per_warp)
+        plan = ProductPlan.gate_and_up(config, tiling, is_shared, self.lanes_per_warp, source)
         epilogue = SwiGlu(plan.panels, config.top_k, config.limit)
         return GroupedProduct(plan, epilogue, config.top_k)
 
@@ -174,7 +184,10 @@ class ExpertsSm90:
         """Whether the whole router shares a launch with the shared expert's first product."""
         if not self.leading:
             return Boolean(False)
-        return self.leading[-1].serves(tokens, x_codes, num_sms)
+        with_codes, without = (
+            router.serves(tokens, num_sms) for router in (self.leading[-1], self.rounding)
+        )
+        return cutlass.select_(x_codes.shape[0] > 0, with_codes, without)
 
     @cute.jit
     def _lead(self, up: Operands, selection: Selection, stream, num_sms: Int32):
@@ -183,11 +196,14 @@ class ExpertsSm90:
         if not selection.leads:
             self.gate.launch(gate, stream, selection.token_tiles)
         if cutlass.const_expr(len(self.leading) > 0):
-            router = RouterTensors(gate.x, gate.weight, selection.counter, selection.lists)
+            router, group_tokens = router_tensors(selection), selection.group_tokens
             tile = (Int32(gate.x.shape[0]) - 1) // TOKEN_TILE
             for i in cutlass.range_constexpr(len(self.leading)):
-                if selection.leads & (tile == i):
-                    self.leading[i].launch(up, router, stream, num_sms, selection.group_tokens)
+                if selection.has_codes & (tile == i):
+                    self.leading[i].launch(up, router, stream, num_sms, group_tokens)
+            if selection.leads and not selection.has_codes:
+                tokens = up._replace(x=gate.x)
+                self.rounding.launch(tokens, router, stream, num_sms, group_tokens)
 
 
 class WideProducts:
@@ -230,6 +246,14 @@ class WideProducts:
         h = Activations(tensors.h_codes, tensors.h_codes, scales, Int32(tensors.pairs.shape[0]))
         down = down_operands(tensors, True, live_tokens)
         self.down.launch(down, h, gathered.factors, stream, num_sms)
+
+
+def router_tensors(selection: Selection) -> RouterTensors:
+    """Tensors of a router that is one launch with a product."""
+    gate = selection.gate
+    return RouterTensors(
+        gate.x, gate.weight, selection.counter, selection.lists, gate.codes, gate.scales
+    )
 
 
 def up_operands(tensors: ExpertTensors, live_tokens: cute.Tensor) -> Operands:
