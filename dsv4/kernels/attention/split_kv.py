@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsv4.kernels.kit.plan import GPC_SMS
+
 # fp32 words beside each partial row of head_dim words, at most. A row in 16 bits takes less.
 STATS = 4
 MAX_SPLITS = 32  # one lane, or one bit, each
@@ -34,6 +36,8 @@ MOST_SWAP_AB_HEADS = 24
 # With so many it has both: where launches are small, CTAs side by side take a head tile each.
 TILED_HEADS = (32, 64, 128)
 SWAP_AB_TILE_HEADS = 16
+# CTAs of a cluster whose splits meet in its shared memory, at most: what a GPU allows.
+MOST_CLUSTER_SPLITS = 16
 # Sizes of the sub-tiles that a warp of the heads-in-M kernel combines at a time, 8-column groups of
 # 16 rows, and for how many splits: the loads of a sub-tile are all under way together, and fill the
 # registers that the accumulators have left.
@@ -110,6 +114,14 @@ class SplitKv:
             subtiles: of the columns, with scales of their own.
         """
         return self.tile_rows * (self.row_words + (SPLIT_STATS + subtiles))
+
+
+def meets_in_cluster(groups, num_splits, num_sms):
+    """Whether the splits of so many groups are a cluster each, and meet in its shared memory: where
+    all clusters find a place at once, an SM for each CTA. Of numbers known at run time, too."""
+    places = num_sms // GPC_SMS * (GPC_SMS // num_splits)
+    is_cluster = (num_splits > 1) & (num_splits <= MOST_CLUSTER_SPLITS)
+    return is_cluster & (groups > 0) & (groups <= places)
 
 
 def counter_words(size):

@@ -20,6 +20,7 @@ from dsv4.kernels.gemm.epilogues import (
     IndexRounding,
 )
 from dsv4.kernels.kit.plan import (
+    GPC_SMS,
     Arrival,
     Arrive,
     BarrierGraph,
@@ -59,7 +60,6 @@ EXCHANGE_TIME = {MANY_TOKENS: 0.65, MOST_TOKENS: 2.2}
 L2_RATE = 4.83e6  # bytes a microsecond
 SHARING = 2  # CTAs that share activations: L2 hands out less than two tiles a k block ask for
 BAND_BYTES = 4096  # of a row of weights, with the most token tiles in a band
-GPC_SMS = 18  # SMs that a cluster is placed among; of an H200, in one of its GPCs fewer
 # Where one CTA takes an SM, clusters of more than two leave SMs without one: 18 SMs of a GPC hold
 # four of four, and 32 clusters of four run in two turns.
 USABLE_BY_CLUSTERS = 0.75

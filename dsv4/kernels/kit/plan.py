@@ -22,6 +22,7 @@ TMEM_COLUMNS = SM_100A.tmem_columns
 REGISTER_FILE = SM_100A.registers_per_sm
 MAX_REGISTERS = 255  # of a thread at launch
 MBARRIER_BYTES = 8
+GPC_SMS = 18  # SMs that a cluster is placed among; of an H200, in one of its GPCs fewer
 MAX_ARRIVALS = (1 << 20) - 1  # of one phase of an mbarrier
 DTYPE_BYTES = {
     "Float8E4M3FN": 1, "BFloat16": 2, "Float16": 2, "Float32": 4, "Int8": 1, "Int32": 4, "Int64": 8,

@@ -1,5 +1,5 @@
-"""Stores and additions to the shared memory of another CTA of a cluster, ordered by the cluster's
-barriers."""
+"""Loads of, stores and additions to the shared memory of another CTA of a cluster, ordered by the
+cluster's barriers."""
 
 from cutlass import Int32, cute
 
@@ -20,10 +20,17 @@ def add_remote(target: cute.Pointer, rank: Int32, value: Int32) -> None:
     )
 
 
-def load_remote(source: cute.Pointer, rank: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-    """Four words of the same place in a CTA of the cluster, aligned to 16 bytes."""
+def load_remote(
+    source: cute.Pointer, rank: Int32, offset: Int32 | int = 0, count: int = 4, kind: type = Int32
+) -> tuple:
+    """Two or four words of the same place in a CTA of the cluster, aligned to all of them.
+
+    Args:
+        offset: bytes behind `source`, whose address in that CTA is found once for all offsets.
+    """
+    names = ", ".join(f"{{$w{i}}}" for i in range(count))
     return cute.arch.inline_ptx(
-        "ld.shared::cluster.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Int32] * 4,
-        read_only_args=[cute.arch.map_dsmem_ptr(source, rank).toint()],
+        f"ld.shared::cluster.v{count}.b32 {{{names}}}, [{{$r0}}];",
+        write_only_types=[kind] * count,
+        read_only_args=[cute.arch.map_dsmem_ptr(source, rank).toint() + offset],
     )

@@ -12,6 +12,7 @@ from dsv4.kernels.attention.split_kv import (
     SplitKv,
     combine_sizes,
     counter_words,
+    meets_in_cluster,
     with_counters,
 )
 
@@ -67,6 +68,27 @@ def test_swap_ab_group_is_covered_once(tile_heads, head_dim, num_splits) -> None
         )
     ]
     assert_cover(layout, words, 0)
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_splits", "meets"),
+    [
+        (4, 10, True),  # a token of 64 heads and 640 keys
+        (8, 10, False),  # two of them: seven GPCs have 18 SMs
+        (16, 5, True),
+        (14, 8, True),
+        (16, 8, False),
+        (63, 2, True),
+        (64, 2, False),
+        (1, 16, True),
+        (1, 17, False),
+        (4, 1, False),
+        (0, 4, False),
+    ],
+)
+def test_splits_meet_in_clusters_that_all_find_a_place(groups, num_splits, meets) -> None:
+    assert meets_in_cluster(groups, num_splits, 132) == meets
+    assert not meets_in_cluster(groups, num_splits, 17)
 
 
 @pytest.mark.parametrize("partials", [0, 1, 1000, 10**6, 2**31])

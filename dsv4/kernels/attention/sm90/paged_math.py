@@ -10,6 +10,7 @@ from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.attention.query_norm import query_norm
 from dsv4.kernels.attention.sm90.paged_score import positive_scale
 from dsv4.kernels.attention.sm90.plan import SwapAbPlan
+from dsv4.kernels.attention.sm90.swap_ab_cluster import SwapAbCluster
 from dsv4.kernels.attention.sm90.swap_ab_combine import SwapAbCombine
 from dsv4.kernels.attention.sm90.swap_ab_context import SwapAbContext
 from dsv4.kernels.attention.sm90.swap_ab_math import MathFragments, MathWarpgroup, TileMask
@@ -24,8 +25,14 @@ class PagedMathWarpgroup(MathWarpgroup):
 
     is_paged = True
 
-    def __init__(self, config: PagedFmhaConfig, plan: SwapAbPlan, combine: SwapAbCombine):
-        super().__init__(config, plan, combine)
+    def __init__(
+        self,
+        config: PagedFmhaConfig,
+        plan: SwapAbPlan,
+        combine: SwapAbCombine,
+        cluster: SwapAbCluster | None,
+    ):
+        super().__init__(config, plan, combine, cluster)
         self.norm = query_norm(config)
 
     @cute.jit

@@ -22,8 +22,10 @@ from dsv4.kernels.attention.paged_keys import PagedKeys
 from dsv4.kernels.attention.sm90.paged_math import PagedMathWarpgroup
 from dsv4.kernels.attention.sm90.plan import PagedSwapAbPlan
 from dsv4.kernels.attention.sm90.swap_ab import FmhaSwapAB
+from dsv4.kernels.attention.sm90.swap_ab_cluster import SwapAbCluster
 from dsv4.kernels.attention.sm90.swap_ab_context import SwapAbContext, SwapAbTiling, allocate
 from dsv4.kernels.attention.sm90.swap_ab_gather import GatherWarps
+from dsv4.kernels.attention.split_kv import meets_in_cluster
 from dsv4.kernels.kit.mbarrier import FencedRing
 
 
@@ -42,6 +44,7 @@ class Operands(NamedTuple):
     work_tiles: cutlass.Int32
     by_splits: cute.FastDivmodDivisorV2
     by_tokens: cute.FastDivmodDivisorV2 | None  # where tokens have pieces
+    is_clustered: cutlass.Boolean | None  # else: whether splits meet in a cluster
 
 
 class PagedSwapAB(FmhaSwapAB):
@@ -60,7 +63,26 @@ class PagedSwapAB(FmhaSwapAB):
     def _make_loader(self) -> GatherWarps:
         return GatherWarps(self.plan, self.config.sink_mode == "swa_gate")
 
+    def _make_cluster(self) -> SwapAbCluster | None:
+        # How many pieces a token has is known on the device alone.
+        return None if self.has_pieces else SwapAbCluster(self.config, self.plan)
+
     # ---- host ----
+
+    def _grid(self, arguments: PagedArguments, work_tiles: cutlass.Int32) -> dict:
+        """One launch for both ways to combine splits: it says how many CTAs a cluster has."""
+        found = super()._grid(arguments, work_tiles)
+        if self.has_pieces:
+            return found
+        is_clustered, most = self._is_clustered(arguments), found.get("cluster", (1, 1, 1))[0]
+        ctas = cutlass.select_(is_clustered, work_tiles, found["grid"][0])
+        cluster = cutlass.select_(is_clustered, arguments.num_splits, cutlass.Int32(most))
+        return {"grid": [cutlass.Int32(ctas), 1, 1], "cluster": [cutlass.Int32(cluster), 1, 1]}
+
+    def _is_clustered(self, arguments: PagedArguments) -> cutlass.Boolean:
+        """Whether the splits of each head tile of a launch meet in a cluster."""
+        groups = arguments.q.shape[0] * self.head_tiles
+        return meets_in_cluster(groups, arguments.num_splits, arguments.num_sms)
 
     def _key_maps(self, arguments: PagedArguments) -> tuple[()]:
         return ()
@@ -83,6 +105,7 @@ class PagedSwapAB(FmhaSwapAB):
             work_tiles,
             cute.fast_divmod_create_divisor_v2(arguments.num_splits),
             by_tokens,
+            None if self.has_pieces else self._is_clustered(arguments),
         )
 
     # ---- device ----
@@ -96,8 +119,8 @@ class PagedSwapAB(FmhaSwapAB):
         tiling = super()._tiling(operands)
         if self.has_pieces:
             pieces = TokenPieces(operands.num_splits)
-            tiling = tiling._replace(by_splits=pieces, by_tokens=operands.by_tokens)
-        return tiling
+            return tiling._replace(by_splits=pieces, by_tokens=operands.by_tokens)
+        return tiling._replace(is_clustered=operands.is_clustered)
 
     def _allocate(self) -> tuple:
         smem, pipes = allocate(self.plan)

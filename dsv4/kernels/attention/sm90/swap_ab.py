@@ -23,6 +23,7 @@ from dsv4.kernels.attention.key_span import KeyRules, SeqlenInfo, request_diviso
 from dsv4.kernels.attention.sm90.kv_source import DenseKv
 from dsv4.kernels.attention.sm90.plan import CHUNK, KEYS, SwapAbPlan
 from dsv4.kernels.attention.sm90.scheduler_warp import schedule
+from dsv4.kernels.attention.sm90.swap_ab_cluster import SwapAbCluster
 from dsv4.kernels.attention.sm90.swap_ab_combine import SwapAbCombine
 from dsv4.kernels.attention.sm90.swap_ab_context import (
     Operands,
@@ -60,7 +61,8 @@ class FmhaSwapAB:
         # ==== roles ====
         self.combine = SwapAbCombine(config, self.plan, self.has_pieces)
         self.loader = self._make_loader()
-        self.math = self.math_type(config, self.plan, self.combine)
+        self.cluster = self._make_cluster()
+        self.math = self.math_type(config, self.plan, self.combine, self.cluster)
 
     def _make_plan(self, tile_heads: int) -> SwapAbPlan:
         return SwapAbPlan(self.config.head_dim, tile_heads, self.head_tiles, self.lanes_per_warp)
@@ -68,28 +70,36 @@ class FmhaSwapAB:
     def _make_loader(self) -> LoadWarp:
         return LoadWarp(self.plan)
 
+    def _make_cluster(self) -> SwapAbCluster | None:
+        """What combines splits in a cluster, if any may be one."""
+        return None
+
     # ---- host ----
 
     @cute.jit
     def launch(self, arguments: FmhaArguments, stream):
         """Build the TMA descriptors and launch."""
-        q, num_splits, num_sms = arguments.q, arguments.num_splits, arguments.num_sms
+        q, num_splits = arguments.q, arguments.num_splits
         plan = self.plan
         maps = (
             make_row_descriptor(q, q.iterator, CHUNK, (plan.tile_heads, plan.head_dim)),
             *self._key_maps(arguments),
         )
         work_tiles = q.shape[0] * self.head_tiles * num_splits
-        grid = {"grid": [cutlass.min(work_tiles, num_sms), 1, 1]}
-        if cutlass.const_expr(self.head_tiles % 2 == 0):
-            grid = {"grid": [cluster_grid(work_tiles, num_sms), 1, 1], "cluster": CLUSTER_SHAPE}
         self.kernel(maps, self._operands(arguments, work_tiles)).launch(
-            **grid,
+            **self._grid(arguments, work_tiles),
             block=[plan.warps.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
         )
+
+    def _grid(self, arguments: FmhaArguments, work_tiles: cutlass.Int32) -> dict:
+        """CTAs of a launch, and of a cluster."""
+        num_sms = arguments.num_sms
+        if self.head_tiles % 2:
+            return {"grid": [cutlass.min(work_tiles, num_sms), 1, 1]}
+        return {"grid": [cluster_grid(work_tiles, num_sms), 1, 1], "cluster": CLUSTER_SHAPE}
 
     def _key_maps(self, arguments: FmhaArguments) -> tuple[TensorMap, ...]:
         """TMA descriptors of the keys."""

@@ -2,8 +2,9 @@
 transposed partial rows, a slice each.
 
 Every split writes its accumulators and statistics to the workspace, waits at the head tile's
-semaphore, and combines its slice of the fragments, always in split order. A group of the workspace
-is a head tile's:
+semaphore, and combines its slice of the fragments, always in split order (splits that are a
+cluster leave them in its shared memory: `swap_ab_cluster`). A group of the workspace is a head
+tile's:
 
     accumulators  [8 heads][16 columns][split][lane][4] fp32, as their threads hold them
     statistics    [head][split][row max, row sum] fp32
@@ -126,8 +127,8 @@ class SwapAbCombine:
         for j in cutlass.range_constexpr(cute.size(acc, mode=[1])):
             for t in cutlass.range_constexpr(cute.size(acc, mode=[2])):
                 fragment = j * self.fragments + t * 4 + w.warp
-                target = self._accumulators(ctx, coord, fragment)
-                cute.autovec_copy(acc[None, j, t], target[None, w.lane, coord.split])
+                target = self._own_accumulators(ctx, coord, fragment)
+                cute.autovec_copy(acc[None, j, t], target[None, w.lane])
 
     @cute.jit
     def store_statistics(self, ctx: SwapAbContext, coord, heads: Heads, w: MathWarp):
@@ -136,8 +137,8 @@ class SwapAbCombine:
             for c, j in heads.columns():
                 stats = cute.make_rmem_tensor(SPLIT_STATS, cutlass.Float32)
                 stats[0], stats[1] = heads.row_max[c, j], heads.row_sum[c, j]
-                row = self._statistics(ctx, coord, 8 * j + 2 * w.lane + c)
-                cute.autovec_copy(stats, row[None, coord.split])
+                row = self._own_statistics(ctx, coord, 8 * j + 2 * w.lane + c)
+                cute.autovec_copy(stats, row)
 
     @cute.jit
     def store_largest(self, ctx: SwapAbContext, coord, head, largest):
@@ -150,12 +151,17 @@ class SwapAbCombine:
         while slices != 0:
             combine_slice = cute.arch.popc(~slices & (slices - 1))
             slices &= slices - 1
-            first = combine_slice * 4 + w.warp
-            fewer = 1
-            for together, splits in self.batches:
-                if ctx.tiling.num_splits > fewer and ctx.tiling.num_splits <= splits:
-                    self._combine(ctx, coord, first, w.lane, has_both, together, splits)
-                fewer = splits
+            self._combine_slice(ctx, coord, combine_slice, w, has_both)
+
+    @cute.jit
+    def _combine_slice(self, ctx: SwapAbContext, coord, combine_slice, w: MathWarp, has_both):
+        """Combine a warp's part of a slice."""
+        first = combine_slice * 4 + w.warp
+        fewer = 1
+        for together, splits in self.batches:
+            if ctx.tiling.num_splits > fewer and ctx.tiling.num_splits <= splits:
+                self._combine(ctx, coord, first, w.lane, has_both, together, splits)
+            fewer = splits
 
     @cute.jit
     def _combine(
@@ -171,8 +177,9 @@ class SwapAbCombine:
         """Combine every so many-th batch of neighbouring fragments."""
         operands, num_splits, lse = ctx.operands, ctx.tiling.num_splits, ctx.operands.lse
         batches = self.fragments // together
-        batch = cutlass.Int32(first)
-        while batch < self.tile_heads // 8 * batches:
+        batch, end = cutlass.Int32(first), self.tile_heads // 8 * batches
+        self._leave(batch >= end)
+        while batch < end:
             fragment = batch % batches * together
             first_head = batch // batches * 8
             head = first_head + lane % 4 * 2
@@ -183,14 +190,13 @@ class SwapAbCombine:
                 (SPLIT_STATS, -(-most_splits // 8), PAIR), cutlass.Float32
             )
             for c in cutlass.range_constexpr(PAIR):
-                sinks[c] = operands.sink_logits[coord.head + head + c]
-                rows = self._statistics(ctx, coord, head + c)
+                sinks[c] = self._sink(ctx, coord.head + head + c)
                 for i in cutlass.range_constexpr(cute.size(stats, mode=[1])):
                     # A lane computes the weight of every eighth split of its heads.
                     split = i * 8 + lane // 4
                     stats[0, i, c], stats[1, i, c] = -cutlass.Float32.inf, cutlass.Float32(0.0)
                     if split < num_splits:
-                        cute.autovec_copy(rows[None, split], stats[None, i, c])
+                        self._load_statistics(ctx, coord, head + c, split, stats[None, i, c])
             loads = min(most_splits, MOST_LOADS // together)
             values = cute.make_rmem_tensor((4, together, loads), cutlass.Float32)
             acc = cute.make_rmem_tensor((4, together), cutlass.Float32)
@@ -210,6 +216,7 @@ class SwapAbCombine:
                             for r in cutlass.range_constexpr(2):
                                 value = values[2 * r + c, u, s - begin]
                                 acc[2 * r + c, u] += weight * value
+            self._leave(batch + num_splits * 4 >= end)
             out_head = coord.head + first_head
             store_fragments(acc, scales, operands.o, coord.token, out_head, fragment * 16, 16, lane)
             if coord.token < lse.shape[0] and fragment == 0 and lane < 4:
@@ -241,10 +248,10 @@ class SwapAbCombine:
         last."""
         values.fill(0.0)
         for u in cutlass.range_constexpr(cute.size(values, mode=[1])):
-            source = self._accumulators(ctx, coord, first + u)
             for s in cutlass.range_constexpr(cute.size(values, mode=[2])):
                 if begin + s < ctx.tiling.num_splits:
-                    cute.autovec_copy(source[None, lane, begin + s], values[None, u, s])
+                    place = (first + u, lane, begin + s)
+                    self._load_accumulators(ctx, coord, place, values[None, u, s])
 
     def _split_weights(self, stats: cute.Tensor, sinks: cute.Tensor):
         """Replace the row maxima [0, splits / 8, pair] by weights; returns the output scale, the
@@ -262,6 +269,30 @@ class SwapAbCombine:
         return scales, row_maxima, row_sums
 
     # ---- the workspace ----
+
+    def _sink(self, ctx: SwapAbContext, head) -> cutlass.Float32:
+        """That of a head."""
+        return ctx.operands.sink_logits[head]
+
+    def _own_accumulators(self, ctx: SwapAbContext, coord, fragment) -> cute.Tensor:
+        """[4, lane] of a fragment of this split."""
+        return self._accumulators(ctx, coord, fragment)[None, None, coord.split]
+
+    def _own_statistics(self, ctx: SwapAbContext, coord, head) -> cute.Tensor:
+        """[row max and row sum] of a head of this split."""
+        return self._statistics(ctx, coord, head)[None, coord.split]
+
+    def _load_accumulators(self, ctx, coord, place: tuple, values: cute.Tensor) -> None:
+        """Load what a lane has of a fragment of a split: (fragment, lane, split)."""
+        fragment, lane, split = place
+        cute.autovec_copy(self._accumulators(ctx, coord, fragment)[None, lane, split], values)
+
+    def _load_statistics(self, ctx, coord, head, split, stats: cute.Tensor) -> None:
+        """Load a head's statistics of a split."""
+        cute.autovec_copy(self._statistics(ctx, coord, head)[None, split], stats)
+
+    def _leave(self, is_through) -> None:
+        """Tell that a warp that is through reads no partials any more: nobody asks."""
 
     def _layout(self, tiling: SwapAbTiling) -> SplitKv:
         return SplitKv(tiling.num_splits, self.tile_heads, self.head_dim)

@@ -29,6 +29,7 @@ class SwapAbTiling(NamedTuple):
     head_tiles: int  # of a token
     by_splits: cute.FastDivmodDivisorV2 | TokenPieces
     by_tokens: cute.FastDivmodDivisorV2 | None = None  # of pieces
+    is_clustered: cutlass.Boolean | None = None  # whether splits meet in a cluster; None: never
 
     @property
     def has_pieces(self) -> bool:
@@ -38,6 +39,16 @@ class SwapAbTiling(NamedTuple):
         """As `HeadsMTiling.of_token`."""
         number = self.by_splits.number(span.token_tiles(KEYS))
         return self._replace(num_splits=cute.arch.make_warp_uniform(number))
+
+    def first(self, cta):
+        """First work tile of a CTA: its number, or where splits meet in a cluster that of its split
+        of the cluster's head tile."""
+        if self.is_clustered is None:
+            return cta
+        cluster, split = divmod(cta, self.by_splits)
+        token, tile = cluster // self.head_tiles, cluster % self.head_tiles
+        index = (token * self.num_splits + split) * self.head_tiles + tile
+        return cutlass.select_(self.is_clustered, cutlass.Int32(index), cutlass.Int32(cta))
 
     def coordinates(self, index):
         """First head, split and token of a work tile; head tiles with the same keys are

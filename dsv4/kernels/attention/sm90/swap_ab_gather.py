@@ -30,7 +30,7 @@ class GatherWarps(GatherRole):
     def gather(self, ctx: SwapAbContext, q_map, keys: PagedKeys):
         """Load what every work tile needs."""
         warp, lane = self._begin(q_map)
-        index, stop, step = ctx.scheduler.range_of(cute.arch.block_idx()[0])
+        index, stop, step = ctx.scheduler.range_of(ctx.tiling.first(cute.arch.block_idx()[0]))
         pieces, known = cutlass.Int32(0), index
         if cutlass.const_expr(ctx.tiling.has_pieces):
             index, pieces = self._take_piece(ctx, self._find_pieces(ctx, keys, lane))

@@ -12,6 +12,7 @@ from dsv4.kernels.attention.sink_merge import output_scale, row_lse
 from dsv4.kernels.attention.sm90.gather_role import load_span, told_index
 from dsv4.kernels.attention.sm90.plan import CHUNK, KEYS, SwapAbPlan
 from dsv4.kernels.attention.sm90.sink_gate import gate_offset
+from dsv4.kernels.attention.sm90.swap_ab_cluster import SwapAbCluster
 from dsv4.kernels.attention.sm90.swap_ab_combine import MathWarp, SwapAbCombine, store_fragments
 from dsv4.kernels.attention.sm90.swap_ab_context import DTYPE, PAIR, SwapAbContext
 from dsv4.kernels.attention.sm90.swap_ab_softmax import (
@@ -67,11 +68,18 @@ class MathWarpgroup:
     # Heads have scales, their largest scores may be asked for, and no first tile is speculative.
     is_paged = False
 
-    def __init__(self, config: FmhaConfig, plan: SwapAbPlan, combine: SwapAbCombine):
+    def __init__(
+        self,
+        config: FmhaConfig,
+        plan: SwapAbPlan,
+        combine: SwapAbCombine,
+        cluster: SwapAbCluster | None,
+    ):
         self.is_gate = config.sink_mode == "swa_gate"
         self.scale_log2 = config.scale * LOG2_E
         self.plan = plan
         self.combine = combine
+        self.cluster = cluster
         # The row sums of a split are reduced while its accumulators are on their way to the
         # workspace. With 24 heads the compiler would then serialise the products.
         self.sums_last = plan.tile_heads <= 16
@@ -115,7 +123,7 @@ class MathWarpgroup:
         """Scores, P, accumulators and output of every work tile."""
         f = self._fragments(ctx)
         lane, per_tile = f.lane, self.plan.slots_per_tile
-        index = cute.arch.block_idx()[0]
+        index = ctx.tiling.first(cute.arch.block_idx()[0])
         turns = cute.make_rmem_tensor((2, 2), cutlass.Float32)
         turns.fill(0.0)
         # Not what the launch before writes: see `SparseFmhaPaged.early`.
@@ -169,7 +177,7 @@ class MathWarpgroup:
             coord = self.combine.coord(ctx.operands.workspace, ctx.tiling, index)
             self._rotate(ctx, f, turns)
             if own_ctx.tiling.num_splits > 1:
-                self._combine_splits(own_ctx, f, coord, has_both)
+                self._meet(own_ctx, f, coord, has_both)
             else:
                 if cutlass.const_expr(self.sums_last):
                     reduce_row_sums(f.heads, f.scratch)
@@ -286,6 +294,18 @@ class MathWarpgroup:
             warpgroup.wait_group(per_tile - 1 - part)
             ctx.pipes.kv.release(kv, f.lane)
             kv = ctx.pipes.kv.skip(kv, 1)
+
+    @cute.jit
+    def _meet(self, ctx: SwapAbContext, f: MathFragments, coord, has_both):
+        """Combine the splits of a head tile, in a cluster or through the workspace."""
+        if cutlass.const_expr(self.cluster is None):
+            self._combine_splits(ctx, f, coord, has_both)
+        elif ctx.tiling.is_clustered:
+            if cutlass.const_expr(self.sums_last):
+                reduce_row_sums(f.heads, f.scratch)
+            self.cluster.meet(ctx, coord, f.acc, f.heads, MathWarp(f.warp, f.lane), has_both)
+        else:
+            self._combine_splits(ctx, f, coord, has_both)
 
     @cute.jit
     def _combine_splits(self, ctx: SwapAbContext, f: MathFragments, coord, has_both):
