@@ -98,6 +98,8 @@ OPTIONS = {"ragged": True, "padded": True, "has_rope": True, "has_factor": True,
 # Splits and CTAs. All work on one CTA; fewer CTAs than splits, which then cannot wait for each
 # other; all at once.
 PAGED_LAUNCHES = ((1, 1), (3, 3), (3, 132))
+# The last ones of swap-AB are clusters; where these have no place, all at once without.
+SWAP_AB_LAUNCHES = (*PAGED_LAUNCHES, (3, 9))
 # The same of pieces: as many as there are, and room for more.
 PIECES_LAUNCHES = ((2, 1), (3, 3), (2, 132))
 # Of tokens of two pieces, of one, without keys.
@@ -175,6 +177,8 @@ def paged(name: str) -> Subject:
         return subject_of_calls(compiled, [partial(make, *one) for one in PIECES_LAUNCHES], check)
     # Only Hopper's splits wait for each other.
     launches = PAGED_LAUNCHES if arch == "sm_90a" else PAGED_LAUNCHES[:2]
+    if name.startswith("swap_ab"):
+        launches = SWAP_AB_LAUNCHES
     return subject_of_calls(compiled, [partial(make, *launch) for launch in launches], check)
 
 

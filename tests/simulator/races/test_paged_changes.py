@@ -73,10 +73,11 @@ SWAP_AB_DELETED = {
         "is released unread",
     ),
     ("bar.sync", "sync"): (
-        4,
+        5,
         "behind the sinks: those of a softmax are read at the end, behind other barriers; "
-        "before the sums: barriers of the semaphore, or of the largest scores, lie behind the "
-        "reads of the work tile before; before the largest scores: those of the sums do",
+        "before the sums (3): barriers of the semaphore, or of the largest scores, lie behind the "
+        "reads of the work tile before, and in a cluster there is none; before the largest scores: "
+        "those of the sums do",
     ),
 }
 # Heads in M of 512 columns, a sub-tile of them each in slices. Two kernels, as for "heads_m".
@@ -282,7 +283,10 @@ WIDE_HARMLESS = {
     ("mbarrier.try_wait", "score", "relaxed"): (1, ROWS_WITH_P),
 }
 WEAKER = {
-    "swap_ab": SWAP_AB_HARMLESS,
+    "swap_ab": {
+        **SWAP_AB_HARMLESS,
+        ("barrier.cluster", "_leave", "relaxed"): (1, "of a warp that had nothing to read"),
+    },
     "swap_ab_fp8": SWAP_AB_HARMLESS,
     "heads_m": {
         ("atom.global", "__init__", "acquire"): HARMLESS["few"]["atom.global", "", "acquire"],
@@ -395,7 +399,11 @@ LATE_TWICE = "PV goes first where the rest of a tile is late: here it is there a
 LATE = "PV goes first where the rest of a tile is late: here that of first ones alone is"
 SHORT = "splits have two tiles at most here, and the second one is there in time"
 P_IS_FREE = "P's place is free at the test"
+MORE_SPLITS = (
+    "of more splits (4), as of rows; of a warp that has nothing to read (1): all have here"
+)
 UNREACHED = {
+    "swap_ab_fp8": {("barrier.cluster", "_leave"): (5, MORE_SPLITS)},
     "heads_m": {
         ("cp.async", "tma_prefetch"): (2, EARLY_START),
         ("bar.warp", "arrive_warp"): (2, f"{LATE_TWICE}; {UNSHARED}"),
@@ -417,6 +425,7 @@ UNREACHED = {
     },
 }
 UNREACHED_WEAKER = {
+    "swap_ab_fp8": {("barrier.cluster", "_leave", "relaxed"): (5, MORE_SPLITS)},
     "heads_m": {
         ("mbarrier.arrive", "arrive_warp", "relaxed"): (2, f"{LATE_TWICE}; {UNSHARED}"),
         ("mbarrier.try_wait", "output", "relaxed"): (1, UNSHARED),

@@ -6,6 +6,9 @@ index lists, or its request's page tables, name:
     gather warpgroup  key spans, Q (TMA), rows of pages -> shared memory
     math warpgroup    S^T = K Q^T, softmax, P^T -> shared memory, O^T += V^T P^T
 
+In small launches the CTAs of a head tile's splits are a cluster, and combine them through its
+shared memory (`swap_ab_cluster`); in all others through the workspace (`swap_ab_combine`).
+
 `print(PagedSwapAbPlan(512, 16, 1))` shows the budgets and the barrier graph.
 """
 

@@ -6,14 +6,14 @@ The number of SMs says which way a launch takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from dsv4.kernels.attention.paged_plan import workspace_size
 from dsv4.kernels.attention.split_kv import SWAP_AB_TILE_HEADS, meets_in_cluster
-from dsv4.testing.harness import SCHEDULES, Outcome, Simulator, simulator
+from dsv4.testing.harness import Device, Outcome, Simulator, Target, simulator
 from dsv4.testing.mutate import at
 from dsv4.testing.paged_attention import Case, Inputs, assert_paged_close, make_inputs
 from dsv4.testing.paged_kernel import compiled_kernel
@@ -23,7 +23,6 @@ pytestmark = pytest.mark.stage("H")
 
 cutlass = pytest.importorskip("cutlass")
 
-SIMULATOR = simulator("sm_90a")
 SMS = 132
 OPTIONS = {
     "ragged": True, "padded": True, "wild": True, "has_rope": True, "has_factor": True,
@@ -34,41 +33,44 @@ SMALL = Case(3, 1, 8, 64, "bf16", 40, 100, 53, 2, **OPTIONS)
 ENTRIES = Case(2, 1, 16, 512, "fp8", 40, 200, 64, 53, **OPTIONS)
 
 
+@pytest.fixture(
+    scope="module",
+    params=["sm_90a", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.sm90])],
+)
+def target(request: pytest.FixtureRequest) -> Target:
+    return Device() if request.param == "cuda" else simulator(request.param)
+
+
 def head_tiles(case: Case) -> int:
     """Of all tokens."""
     return case.tokens * max(case.heads // SWAP_AB_TILE_HEADS, 1)
 
 
 def run(
-    inputs: Inputs, splits: int, num_sms: int, schedule: str, seed: int, build: Callable | None
+    target: Target, compiled, inputs: Inputs, splits: int, num_sms: int, schedule: str, seed: int
 ) -> Outcome:
     """A launch, compared with the oracle."""
     case = inputs.case
     scalars = (splits, num_sms, case.config.sliding_window, case.config.ratio)
-    size = workspace_size(case.config, {"T": case.tokens}, scalars)
-    call = inputs.call(scalars, size)
+    call = inputs.call(scalars, workspace_size(case.config, {"T": case.tokens}, scalars))
     # The largest scores would make it one split.
     call.options["max_logits"] = call.outputs.pop("max_logits")[:0]
-    target = SIMULATOR
-    if build is None:
-        compiled = compiled_kernel(target, case)
-    else:
-        target = Simulator("sm_90a")
-        compiled = target.compile(build, case.config)
-    outcome = target.run(compiled, call, schedule, seed)
+    outcome = target.run(compiled, call.to(target.device), schedule, seed)
     assert_paged_close(inputs, outcome["o"], outcome["lse"], inputs.expected()[2])
-    (launch,) = outcome.report.launches
-    is_clustered = meets_in_cluster(head_tiles(case), splits, num_sms)
-    pairs = 1 if head_tiles(case) // case.tokens % 2 else 2
-    assert launch.cluster == ((splits if is_clustered else pairs), 1, 1)
+    if outcome.report is not None:
+        (launch,) = outcome.report.launches
+        is_clustered = meets_in_cluster(head_tiles(case), splits, num_sms)
+        pairs = 1 if head_tiles(case) // case.tokens % 2 else 2
+        assert launch.cluster == ((splits if is_clustered else pairs), 1, 1)
     return outcome
 
 
 def check(
+    target: Target,
     case: Case,
     splits: int,
     seed: int,
-    schedules=SCHEDULES,
+    schedules: Sequence[str] | None = None,
     empty: int | None = None,
     build: Callable | None = None,
 ) -> None:
@@ -76,28 +78,34 @@ def check(
 
     Args:
         empty: a token without any key.
+        build: of the kernel; None: that of the package.
     """
     inputs = make_inputs(case, seed)
     if empty is not None:
         inputs.window_lens[empty] = inputs.compressed_lens[empty] = 0
+    if build is None:
+        compiled = compiled_kernel(target, case)
+    else:
+        compiled = target.compile(build, case.config)
+    schedules = target.schedules if schedules is None else schedules
     work_tiles = head_tiles(case) * splits
     assert meets_in_cluster(head_tiles(case), splits, SMS)
     assert not meets_in_cluster(head_tiles(case), splits, work_tiles)
-    wanted = run(inputs, splits, work_tiles, SCHEDULES[0], seed, build)
+    wanted = run(target, compiled, inputs, splits, work_tiles, schedules[0], seed)
     for schedule in schedules:
-        found = run(inputs, splits, SMS, schedule, seed, build)
+        found = run(target, compiled, inputs, splits, SMS, schedule, seed)
         wanted.assert_same_bits(found, f"{splits} splits, {schedule}")
         assert (found.scratch["workspace"] == 0).all()
 
 
 @pytest.mark.parametrize("splits", [2, 3, 8, 13, 16])
-def test_rows(splits, seed) -> None:
-    check(SMALL, splits, seed, empty=1)
+def test_rows(target, splits, seed) -> None:
+    check(target, SMALL, splits, seed, empty=1)
 
 
 @pytest.mark.parametrize("splits", [3, pytest.param(10, marks=pytest.mark.slow)])
-def test_entries(splits, seed) -> None:
-    check(ENTRIES, splits, seed)
+def test_entries(target, splits, seed) -> None:
+    check(target, ENTRIES, splits, seed)
 
 
 @pytest.mark.slow
@@ -111,18 +119,19 @@ def test_entries(splits, seed) -> None:
     ],
     ids=str,
 )
-def test_head_tiles(case, splits, seed) -> None:
+def test_head_tiles(target, case, splits, seed) -> None:
     """Several of a token; of 24 heads, whose row sums are reduced early."""
-    check(case, splits, seed)
+    check(target, case, splits, seed)
 
 
 @pytest.mark.slow
-def test_a_fixed_number_of_splits(seed) -> None:
-    check(replace(SMALL, num_splits=5), 5, seed)
+def test_a_fixed_number_of_splits(target, seed) -> None:
+    check(target, replace(SMALL, num_splits=5), 5, seed)
 
 
 def checked(build: Callable, seed: int) -> None:
-    check(replace(SMALL, heads=32), 4, seed, schedules=("lazy", "random"), build=build)
+    case = replace(SMALL, heads=32)
+    check(Simulator("sm_90a"), case, 4, seed, schedules=("lazy", "random"), build=build)
 
 
 MEET = at("SwapAbCluster.meet")
