@@ -292,7 +292,7 @@ class SwapAbCombine:
         cute.autovec_copy(self._statistics(ctx, coord, head)[None, split], stats)
 
     def _leave(self, is_through) -> None:
-        """Tell that a warp that is through reads no partials any more: nobody asks."""
+        """What follows where a warp that is through reads no partials any more: nothing here."""
 
     def _layout(self, tiling: SwapAbTiling) -> SplitKv:
         return SplitKv(tiling.num_splits, self.tile_heads, self.head_dim)
