@@ -19,7 +19,7 @@ from dsv4.config.model_config import ModelConfig, RopeScaling
 from dsv4.layers import linear as linear_module
 from dsv4.layers.compressor import Compressor
 from dsv4.layers.head import Embedding
-from dsv4.layers.hyper_connection import HyperConnection, HyperParameters, Streams
+from dsv4.layers.hyper_connection import HyperConnection
 from dsv4.layers.indexer import Indexer
 from dsv4.layers.linear import GroupedLinear, Linear, are_chained, project, project_twice
 from dsv4.layers.norm import RMSNorm, rms_normalize
@@ -29,14 +29,12 @@ from dsv4.model.model import DeepseekV4
 from dsv4.ops import compress, index_topk, merged_linear
 from dsv4.ops.code_terms import to_terms
 from dsv4.ops.kv_insert import rotate_rows_
-from dsv4.ops.moe.rows import ExpertRows
 from dsv4.ops.moe.torch_path import swiglu
 from dsv4.ops.quantize import qdq_e4m3
 from dsv4.reference import compressor as oracle_compressor
 from dsv4.reference import mhc as oracle_mhc
 from dsv4.reference import rope as oracle_rope
 from dsv4.reference import router as oracle_router
-from dsv4.reference.norm import rms_norm
 from tests.model.tiny import quantized_config, random_model, relative_error, tiny_config
 
 YARN = RopeScaling(factor=16.0, original_max_position_embeddings=65536)
@@ -118,61 +116,6 @@ def test_rotation_touches_the_last_channels_only(seed: int) -> None:
     turned = _rotated(x, Rope(10000.0, 8), torch.arange(1, 5))
     assert torch.equal(turned[:, :12], x[:, :12])
     assert (turned[:, 12:] != x[:, 12:]).all()
-
-
-@pytest.mark.stage("mhc")
-@pytest.mark.parametrize("mult", [2, 4])
-def test_streams_equal_the_reference(mult: int, seed: int) -> None:
-    hyper, rows = HyperConnection(mult, 20, 1e-6, 1e-6), (2 + mult) * mult
-    parameters = HyperParameters(
-        torch.randn(rows, mult * 32) * 0.2, torch.randn(rows), torch.randn(3)
-    )
-    streams, y = torch.randn(2, 5, mult, 32), torch.randn(2, 5, 32)
-    mix = oracle_mhc.mixing(streams, *parameters, iterations=20, eps=1e-6, norm_eps=1e-6)
-    norm = RMSNorm(32, 1e-6)
-    norm.weight.data = torch.randn(32)
-    x, kept = hyper.read(Streams(streams), parameters, norm)
-    wanted = rms_norm(oracle_mhc.contract(streams, mix.pre), norm.weight, 1e-6)
-    torch.testing.assert_close(x, wanted)
-    torch.testing.assert_close(oracle_mhc.iterated(kept.comb, 10, 1e-6), mix.comb)
-    expected = oracle_mhc.expand(y, streams, mix.post, mix.comb)
-    torch.testing.assert_close(hyper.written(kept.after(y)), expected)
-    _, after = hyper.read(kept.after(y), parameters, norm)
-    torch.testing.assert_close(after.values, expected)
-    # The same output as rows of which the first has no expert.
-    rows = torch.stack([torch.full_like(y, torch.nan), y / 2, y / 2], 2).flatten(0, 1)
-    ids = torch.tensor([-1, 3], dtype=torch.int32).expand(10, 2)
-    behind_experts = kept.after(ExpertRows(rows, ids, torch.tensor([1, 10], dtype=torch.int32)))
-    torch.testing.assert_close(hyper.written(behind_experts), expected)
-    _, after = hyper.read(behind_experts, parameters, norm)
-    torch.testing.assert_close(after.values, expected)
-    head = HyperParameters(parameters.fn[:mult], parameters.base[:mult], parameters.scale[:1])
-    x, _ = hyper.read(Streams(streams), head, norm)
-    mixed = oracle_mhc.head(streams, *head, eps=1e-6, norm_eps=1e-6)
-    torch.testing.assert_close(x, rms_norm(mixed, norm.weight, 1e-6))
-
-
-@pytest.mark.stage("mhc")
-def test_streams_are_mixed_from_their_sources(seed: int) -> None:
-    """Doubly stochastic mixing, with the passes that were left; the first index of `comb` is the
-    source stream."""
-    hyper = HyperConnection(4, 20, 1e-6, 1e-6)
-    # Of the size that 20 passes make doubly stochastic: more extreme logits converge later.
-    parameters = HyperParameters(torch.randn(24, 64) / 8, torch.randn(24), torch.rand(3))
-    streams = torch.randn(3, 4, 16)
-    norm = RMSNorm(16, 1e-6)
-    _fill(norm)
-    _, mix = hyper.read(Streams(streams), parameters, norm)
-    ones = torch.ones(3, 4)
-    # What is written where stream j is 1 in channel j is comb itself.
-    comb = hyper.written(
-        Streams(torch.eye(4).expand(3, 4, 4), torch.zeros(3, 4), mix.post, mix.comb)
-    ).mT
-    torch.testing.assert_close(comb.sum(-2), ones, atol=1e-4, rtol=0)
-    torch.testing.assert_close(comb.sum(-1), ones, atol=5e-2, rtol=0)
-    moved = hyper.written(mix.after(torch.zeros(3, 16)))
-    by_hand = sum(comb[:, j, 2, None] * streams[:, j] for j in range(4))
-    torch.testing.assert_close(moved[:, 2], by_hand)
 
 
 @pytest.mark.stage("projections")

@@ -1,9 +1,11 @@
 """Programmatic dependent launch: the next launch's start beside this one's end.
 
 The rule: before `wait_for_previous_launch` a kernel reads nothing but what no launch writes, its
-weights and its parameters. Prefetches into L2 may come earlier: all writes meet in L2, so that a
-line fetched too early is not a stale one. After `launch_dependents` the next launch may start, and
-take the resources that this one has left; it does not promise anything about memory.
+weights and its parameters. Two things may come earlier. Prefetches into L2: all writes meet there,
+so that a line fetched too early is not a stale one. And strong loads whose words are loaded again
+behind the wait, and used where they are the same (`KernelOp.guessed`). After `launch_dependents`
+the next launch may start, and take the resources that this one has left; it does not promise
+anything about memory.
 """
 
 from cutlass import cute

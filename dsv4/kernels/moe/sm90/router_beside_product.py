@@ -59,7 +59,7 @@ class RouterTensors(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """What four warps of the gate multiply, as one of them sees it."""
+    """Part of the gate that four warps take, as one of them sees it."""
 
     expert_tile: Int32
     split: Int32  # slice of K
