@@ -44,6 +44,7 @@ STAGED_ROW = K_BLOCK + 8
 SPILL_GRANULE = 512  # fp32 elements: so both halves of a buffer are aligned as TMA swizzles them
 CONSUMER_WARPS = 8
 MIN_STAGES = 2
+SMALL_BUFFERS = 8 << 10  # bytes of partial sums, scales and mbarriers of few tokens, at most
 # k blocks whose products a warpgroup of few tokens has under way, and those of a run, which is
 # written out. Three or four under way are no faster on an H200, and stages are empty later.
 MOST_UNDER_WAY, MOST_RUN = 2, 8
@@ -172,8 +173,9 @@ class LinearPlan(RingPlan):
     @property
     def blocks_under_way(self) -> int:
         """k blocks whose products a warpgroup has under way: of few tokens several, since what
-        they wait for is a chain of latencies, once the ring is full."""
-        return MOST_UNDER_WAY if self.tokens <= FEW_TOKENS else 1
+        they wait for is a chain of latencies, once the ring is full. Not all stages of a ring:
+        nothing would be on its way meanwhile."""
+        return min(MOST_UNDER_WAY, self.stages - 1) if self.tokens <= FEW_TOKENS else 1
 
     @property
     def run_blocks(self) -> int:
@@ -522,10 +524,11 @@ def deepened(tiling: Tiling, row_tiles: int) -> Tiling:
 
 
 def leaves_ring(in_features: int, tiling: Tiling) -> bool:
-    """Whether the resident activations leave room for a ring."""
+    """Whether the resident activations leave room for a ring of three stages: with two, one is
+    multiplied while the other one is on its way."""
     blocks = in_features // K_BLOCK // tiling.cluster
     left = SM_90A.smem_per_sm // tiling.ctas_per_sm - blocks * K_BLOCK * tiling.columns
-    return left >= 3 * 2 * M_TILE * K_BLOCK
+    return left >= 3 * 2 * M_TILE * K_BLOCK + SMALL_BUFFERS
 
 
 def choose(config: Fp8LinearConfig, tokens: int, num_sms: int) -> int:
