@@ -21,24 +21,25 @@ pytestmark = pytest.mark.stage("mhc")
 
 # By a cluster, in two launches, and in one of parts.
 TOKENS = (3, 11, 35)
+PLAIN = Case(3, 256)
 
 
-def calls_of(arch: str, tokens: int, top_k: int, seed: int) -> list[Recorded]:
+def calls_of(target: Simulator, case: Case, seed: int) -> list[Recorded]:
     """Two seams, of which the second one's comb is the first one's."""
-    inputs = Inputs.make(Case(tokens, 256, top_k=top_k), seed)
+    inputs = Inputs.make(case, seed)
     tensors = inputs.tensors
     given = [tensors[name] for name in ("fn", "base", "scale", "norm_weight")]
-    options = {"eps": EPS, "norm_eps": EPS}
-    with torch.inference_mode(), recorded(Simulator(arch)) as calls:
+    options = {"eps": EPS, "norm_eps": EPS, "quantize": case.quantizes}
+    with torch.inference_mode(), recorded(target) as calls:
         first = mhc_seam(tensors["streams"], *given, **options)
         mixes = {"post": first.post, "comb": first.comb}
         mhc_seam(first.streams, *given, y=inputs.y, **mixes, **options)
     return calls
 
 
-def chain_of(arch: str, tokens: int, top_k: int, seed: int) -> Chain:
+def chain_of(target: Simulator, case: Case, seed: int) -> Chain:
     """Both as a chain; where the second one finds another comb if it reads it too early."""
-    (chain,) = chains_of(calls_of(arch, tokens, top_k, seed))
+    (chain,) = chains_of(calls_of(target, case, seed))
     assert chain.name == "mhc_seam > mhc_seam"
     (comb,) = chain.calls[1].guessed
     # What memory held before: a comb of other tokens.
@@ -50,8 +51,8 @@ def chain_of(arch: str, tokens: int, top_k: int, seed: int) -> Chain:
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_a_wrong_guess_is_settled(arch, tokens, seed) -> None:
-    """With the bits of the calls apart; every block of the kernel runs that settles."""
-    chain = chain_of(arch, tokens, 2, seed)
+    """With the bits of the calls apart."""
+    chain = chain_of(Simulator(arch), Case(tokens, 256, top_k=2), seed)
     expected = chain.apart()
     chain.run(expected)
     report = chain.run(expected, races=False, overlap="all")
@@ -62,14 +63,13 @@ def test_a_wrong_guess_is_settled(arch, tokens, seed) -> None:
 
 def test_a_guess_that_is_not_settled_is_noticed(tmp_path, seed) -> None:
     """Where no difference counts between what is found before and behind the wait."""
-    chain = chain_of("sm_90a", 3, 0, seed)
+    chain = chain_of(Simulator("sm_90a"), PLAIN, seed)
     expected = chain.apart()
     unsettled = (
         at("Combs.settle").expression("differences != 0").replace("differences == differences + 1")
     )
     kernels = OpKernels(MHC_SEAM, Simulator("sm_90a"))
-    config = Case(3, 256, quantizes=False).config
-    changed = {1: kernels.compile(config, mutated(seam.build, tmp_path, unsettled))}
+    changed = {1: kernels.compile(PLAIN.config, mutated(seam.build, tmp_path, unsettled))}
     chain.simulate(changed, races=False)
     assert all(map(torch.equal, chain.left(), expected)), "in order nothing is to be settled"
     report = chain.simulate(changed, races=False, overlap="all")
@@ -79,7 +79,7 @@ def test_a_guess_that_is_not_settled_is_noticed(tmp_path, seed) -> None:
 
 def test_a_weak_load_is_no_guess(seed) -> None:
     """It could leave a line in L1 that is found behind the wait."""
-    chain = chain_of("sm_90a", 3, 0, seed)
+    chain = chain_of(Simulator("sm_90a"), PLAIN, seed)
     compiled = chain.calls[1].compiled
     ptx = compiled.artifacts.PTX
     assert "ld.relaxed.gpu.global" in ptx

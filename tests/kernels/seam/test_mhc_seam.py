@@ -11,6 +11,7 @@ import torch
 
 from dsv4.kernels.seam.config import (
     MAX_PARTS,
+    TILE,
     SeamConfig,
     can_join,
     choose_parts,
@@ -24,10 +25,12 @@ from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.mhc_seam import EPS, Case, Inputs, assert_seam_close
 from dsv4.testing.mutate import Edit, at
 from tests.kernels import planted_bugs
+from tests.kernels.seam.test_guessed_comb import chain_of
 
 pytestmark = pytest.mark.stage("mhc")
 
 SEAM = Case(3, 256, top_k=2)
+CHUNK = 32  # tiles of which a CTA of parts makes comb at a time
 # Ranks without their last group, and tokens that one CTA mixes two of.
 RAGGED = Case(3, 384, is_strided=True)
 
@@ -142,11 +145,14 @@ def test_every_block_of_the_kernel_runs(arch, seed) -> None:
     # A simulator of its own: coverage adds up over all launches of a compiled function.
     kernels, found = OpKernels(MHC_SEAM, Simulator(arch)), {}
     for quantizes in (True, False):
-        inputs = Inputs.make(Case(11, 384, quantizes=quantizes), seed)
-        for size, parts in ((1, 0), (2, 0), (4, 0), (1, 1)):
+        # Of parts the tokens of a second chunk of tiles, whose comb is not guessed.
+        for size, parts, tokens in ((1, 0, 11), (2, 0, 11), (4, 0, 11), (1, 1, CHUNK * TILE + 1)):
+            inputs = Inputs.make(Case(tokens, 384, quantizes=quantizes), seed)
             scalars = {"num_clusters": 1, "pass_tokens": size, "parts": parts, "is_joined": 0}
             outcome = kernels.run(inputs, **scalars)
             found |= {one.kernel: one for one in outcome.report.coverage}
+    for tokens in (3, 11):
+        found |= covered_by_wrong_guesses(kernels.target, Case(tokens, 384), seed)
     assert len(found) == 3
     for coverage in found.values():
         assert coverage.complete, coverage.missed
@@ -162,11 +168,21 @@ def test_every_block_of_the_joined_launch_runs(arch, seed, monkeypatch) -> None:
 
     monkeypatch.setattr(joined, "MAX_POLLS", 1)
     kernels = OpKernels(MHC_SEAM, Simulator(arch))
-    for quantizes in (True, False):
-        inputs = Inputs.make(Case(19, 256, quantizes=quantizes), seed)
-        outcome = run(kernels, inputs, seed, 1, 1, parts=(1, 1))
-    (coverage,) = outcome.report.coverage
+    for quantizes, tokens in ((True, 19), (False, CHUNK * TILE + 1)):
+        inputs = Inputs.make(Case(tokens, 256, quantizes=quantizes), seed)
+        run(kernels, inputs, seed, 1, 1, parts=(1, 1))
+    found = covered_by_wrong_guesses(kernels.target, Case(35, 256), seed)
+    (coverage,) = (one for name, one in found.items() if "Joined" in name)
     assert coverage.complete, coverage.missed
+
+
+def covered_by_wrong_guesses(target: Simulator, case: Case, seed: int) -> dict:
+    """Coverage of a seam whose comb is another one behind its wait, by kernel."""
+    chain = chain_of(target, case, seed)
+    return {
+        launch.kernel: launch.coverage
+        for launch in chain.simulate(races=False, overlap="all").launches
+    }
 
 
 def test_tilings_hold_every_group_and_fit() -> None:
