@@ -7,6 +7,7 @@ Every tiling gives the same bits; each launch is compared with exact sums of wha
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from dsv4.kernels.moe.layer_config import KERNEL_DTYPES
 from dsv4.ops.moe.op import MOE
 from dsv4.ops.runtime.backend import Device as Planned
 from dsv4.testing.harness import (
+    Call,
     Device,
     Outcome,
     Simulator,
@@ -93,6 +95,31 @@ def test_every_tiling_in_every_schedule(target, case, tiling, seed) -> None:
     assert_layer_close(outcome, inputs)
     if tiling > 0:
         assert torch.equal(run(target, inputs, 0, seed)["out"], outcome["out"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_the_router_beside_the_first_product_has_the_same_bits(target, tokens, seed) -> None:
+    """Of a shared expert in FP8, which rounds tokens by itself; codes that are given are not read.
+    Padding is NaN."""
+    case = Case(tokens, **SMALL, expert_dtype="nvfp4", live=max(1, tokens - 2))
+    inputs = LayerInputs.make(case, seed)
+    kernels, tiling = OpKernels(MOE, target).compile(inputs.config), int(tokens > 1)
+    plain = run(target, inputs, tiling, seed)
+    for has_codes in (False, True):
+        given = replace(inputs, has_codes=has_codes)
+        make = partial(_on_all_sms, target, given, tiling)
+        found = run_all(target, kernels, make, seed, target.schedules)
+        assert_layer_close(found, inputs)
+        assert torch.equal(found["out"], plain["out"]), has_codes
+        assert not found.scratch["workspace"].any()
+        if found.report is not None:
+            names = [launch.kernel for launch in found.report.launches]
+            assert any("RouterBesideProduct" in name for name in names), names
+
+
+def _on_all_sms(target: Target, inputs: LayerInputs, tiling: int) -> Call:
+    return inputs.call_tiled(tiling, Planned(target.arch, 132)).to(target.device)
 
 
 @pytest.mark.slow

@@ -4,7 +4,9 @@ layers behind it give one result, however their launches overlap."""
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
+from unittest import mock
 
 import pytest
 import torch
@@ -35,34 +37,42 @@ ROUTER = ("route", "add_logits", "choose", "arrive", "select", "sort_few", "take
 COUNTER = ("atom.global", "__init__")  # the compiler names no function of it
 LAUNCH = "only lets the next launch start early: its griddepcontrol.wait is what orders"
 FIRST = "orders a launch after the one before it, and each run here begins with this one"
+SECOND = "parts a warp's tokens, of which it has one each here: there are no more than warps"
+# Two kernels: of tokens with codes, and of those that the product rounds.
 REDUNDANT: Listed = {
-    ("griddepcontrol.launch_dependents", "route"): (1, LAUNCH),
-    ("griddepcontrol.wait", "add_logits"): (1, FIRST),
+    ("griddepcontrol.launch_dependents", "route"): (2, LAUNCH),
+    ("griddepcontrol.wait", "add_logits"): (2, FIRST),
+    ("bar.warp", "choose"): (2, SECOND),
 }
 
 
 @cache
-def inputs() -> LayerInputs:
-    made = LayerInputs.make(CASE, 1)
-    return LayerInputs(**{**vars(made), "has_codes": True})
+def inputs(has_codes: bool) -> LayerInputs:
+    return replace(LayerInputs.make(CASE, 1), has_codes=has_codes)
 
 
 @cache
 def compiled():
-    """A layer with the tiling of one token alone."""
-    return hopper_layer(inputs(), 0)
+    """A layer with the tiling of one token alone, and routers of one tile of tokens."""
+    with mock.patch("dsv4.kernels.moe.sm90.experts.ROUTER_TOKENS", 8):
+        return hopper_layer(inputs(True), 0)
 
 
-def make_call() -> Call:
-    return inputs().call_tiled(0, Device("sm_90a", 132))
+def make_call(has_codes: bool) -> Call:
+    return inputs(has_codes).call_tiled(0, Device("sm_90a", 132))
 
 
-def make_run(schedule: str) -> Run:
-    def check(found: Outcome) -> None:
-        assert_layer_close(found, inputs())
+def make_runs(schedule: str) -> list[Run]:
+    """With codes, and without."""
+
+    def check(has_codes: bool, found: Outcome) -> None:
+        assert_layer_close(found, inputs(has_codes))
         assert not found.scratch["workspace"].any(), "the counter is not 0 again"
 
-    return run_of_call(make_call, check, schedule)
+    return [
+        run_of_call(partial(make_call, has_codes), partial(check, has_codes), schedule)
+        for has_codes in (True, False)
+    ]
 
 
 def of_router(changes: list[Change]) -> list[Change]:
@@ -73,25 +83,26 @@ def of_router(changes: list[Change]) -> list[Change]:
 
 def test_all_deletions_are_noticed() -> None:
     router = of_router(deletions_of(compiled().artifacts.PTX))
-    assert len(router) >= 9, router
-    runs = [make_run(schedule) for schedule in SCHEDULES[:2]]
+    assert len(router) >= 18, router
+    runs = [run for schedule in SCHEDULES[:2] for run in make_runs(schedule)]
     check(compiled(), runs, router, REDUNDANT, {})
 
 
 def test_all_weaker_qualifiers_are_noticed() -> None:
     """The counter's, which every CTA of the gate arrives at."""
     router = of_router(weakenings_of(compiled().artifacts.PTX))
-    assert len(router) == 3, router
-    check(compiled(), [make_run(SCHEDULES[0])], router, {}, {})
+    assert len(router) == 6, router
+    check(compiled(), make_runs(SCHEDULES[0]), router, {}, {})
 
 
+@pytest.mark.parametrize("has_codes", [True, False], ids=["codes", "rows"])
 @pytest.mark.parametrize("overlap", ["all", "random"])
-def test_launches_that_overlap_give_one_result(overlap, seed) -> None:
+def test_launches_that_overlap_give_one_result(overlap, has_codes, seed) -> None:
     from dsv4.simulator import simulate
 
     results = []
     for chosen in ("none", overlap):
-        call = make_call().poisoned()
+        call = make_call(has_codes).poisoned()
         options = {"overlap": chosen, "seed": seed, "races": False}
         report = simulate(compiled(), *call.args, **call.options, **options)
         assert len(report.launches) == 4  # the router's; gate and up; down; the sum
