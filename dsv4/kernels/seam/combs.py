@@ -48,9 +48,13 @@ class Combs:
         return Guess(cute.make_rmem_tensor(shape, Int32), cute.make_rmem_tensor(shape, Float32))
 
     @cute.jit
-    def load(self, comb: cute.Tensor, token: Int32, guess: Guess) -> None:
+    def load(self, comb: cute.Tensor, token: Int32, words: cute.Tensor) -> None:
         """Begin to load what a token's matrix is made from, as memory holds it now."""
-        self._load(comb, token, guess.words)
+        for j in cutlass.range_constexpr(STREAMS):
+            at = Int64(token) * comb.stride[0] + j * Int64(comb.stride[1])
+            row = load_words(pointer_to(address_of(comb, at), Int32, 16), STREAMS, past_l1=True)
+            for k in cutlass.range_constexpr(STREAMS):
+                words[k, j] = row[k]
 
     @cute.jit
     def iterate(self, guess: Guess) -> None:
@@ -64,7 +68,7 @@ class Combs:
     def settle(self, comb: cute.Tensor, token: Int32, guess: Guess, target: cute.Tensor) -> None:
         """Store a token's matrix [target, source], behind the wait."""
         words = cute.make_rmem_tensor((STREAMS, STREAMS), Int32)
-        self._load(comb, token, words)
+        self.load(comb, token, words)
         differences = Int32(0)
         for i in cutlass.range_constexpr(STREAMS * STREAMS):
             differences = differences | (words[i] ^ guess.words[i])
@@ -78,14 +82,6 @@ class Combs:
     def store(self, comb: cute.Tensor, token: Int32, target: cute.Tensor) -> None:
         """Store a token's matrix that nothing was guessed of."""
         guess = self.registers()
-        self.load(comb, token, guess)
+        self.load(comb, token, guess.words)
         self.iterate(guess)
         cute.autovec_copy(guess.matrix, target)
-
-    @cute.jit
-    def _load(self, comb: cute.Tensor, token: Int32, words: cute.Tensor) -> None:
-        for j in cutlass.range_constexpr(STREAMS):
-            at = Int64(token) * comb.stride[0] + j * Int64(comb.stride[1])
-            row = load_words(pointer_to(address_of(comb, at), Int32, 16), STREAMS, past_l1=True)
-            for k in cutlass.range_constexpr(STREAMS):
-                words[k, j] = row[k]

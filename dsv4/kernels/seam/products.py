@@ -127,7 +127,7 @@ class Products:
         if cutlass.const_expr(self.combs is not None):
             guess = self.combs.registers()
             if own < operands.x.shape[0]:
-                self.combs.load(operands.comb, own, guess)
+                self.combs.load(operands.comb, own, guess.words)
         # fn is no output of the launch before.
         weights = self.load_fn(fn, place)
         token = place.part * TILE + place.warp

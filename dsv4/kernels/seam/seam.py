@@ -211,7 +211,7 @@ class Seam:
             is_guessing = (place.warp == WARPS) & (place.lane < pass_tokens)
             is_guessing = is_guessing & (token < operands.x.shape[0])
             if is_guessing:
-                self.combs.load(operands.comb, token, guess)
+                self.combs.load(operands.comb, token, guess.words)
         if place.warp == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(2):
