@@ -226,12 +226,20 @@ SEAM = {
     ("griddepcontrol.wait", "begin"): (2, FIRST),
     ("griddepcontrol.wait", "kernel"): (1, f"of clusters: {FIRST}"),
     ("bar.sync", "kernel"): (1, f"behind the mbarriers' fence: {CLUSTER}"),
+    ("bar.warp", "mix"): (
+        3,
+        "at the end of a pass, for each number of tokens: the arrival behind comb of the next pass "
+        "orders lanes, too, where there is a sublayer before",
+    ),
     ("red.relaxed", "kernel"): (
         1,
         "work, not order: CTAs that do not see the others begin leave their tokens to the last one",
     ),
 }
-SEAM_UNREACHED = {("red.relaxed", "meet"): (1, "no CTA leaves its tokens here")}
+SEAM_UNREACHED = {
+    ("red.relaxed", "meet"): (1, "no CTA leaves its tokens here"),
+    ("bar.sync", "run"): (2, "behind comb of a second chunk of tiles, of more tokens"),
+}
 
 # Subject, and what is not missed: by instruction and the kernel's function, how many of them, and
 # why.
