@@ -22,9 +22,13 @@ from dsv4.kernels.moe.plan import ProductPlan, Source, Tiling, tilings
 from dsv4.kernels.moe.routing import TOKEN_TILE, RoutingConfig
 from dsv4.kernels.moe.select import Select
 from dsv4.kernels.moe.sm90.bf16_roles import Bf16Activations, Bf16Consumers
-from dsv4.kernels.moe.sm90.context import Operands
 from dsv4.kernels.moe.sm90.epilogue import Rows, SwiGlu
-from dsv4.kernels.moe.sm90.experts import down_operands, router_tensors, up_operands
+from dsv4.kernels.moe.sm90.experts import (
+    ExpertsSm90,
+    down_operands,
+    router_tensors,
+    up_operands,
+)
 from dsv4.kernels.moe.sm90.joint_products import JointProducts
 from dsv4.kernels.moe.sm90.product import GroupedProduct, ProductBesideSelection
 from dsv4.kernels.moe.sm90.router_beside_product import RouterBesideProduct
@@ -46,6 +50,8 @@ class Bf16Experts:
 
     # As in `ProductPlan`.
     lanes_per_warp = 1
+    # Of `products`, which both have.
+    _select = ExpertsSm90._select
 
     def __init__(self, config: ExpertsConfig, routing: RoutingConfig):
         self.gate = Gates(routing)
@@ -120,13 +126,3 @@ class Bf16Experts:
                 else:
                     routed.launch(up, stream, num_sms)
                     second.launch(down, stream, num_sms)
-
-    @cute.jit
-    def _select(
-        self, i: cutlass.Constexpr, up: Operands, selection: Selection, stream, num_sms: Int32
-    ):
-        """Launch the selection beside the shared expert's first product, unless the whole router is
-        there."""
-        if not selection.leads:
-            lists, group_tokens = selection.lists, selection.group_tokens
-            self.products[i][0].launch(up, lists, stream, num_sms, group_tokens)
