@@ -343,19 +343,28 @@ def mix_weights(
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """[..., source, target] by so many passes, the first one over rows a softmax."""
-    comb = logits.softmax(-1).add_(eps)
-    comb.div_(comb.sum(-2, keepdim=True).add_(eps))
-    return iterated(comb, iterations - 1, eps)
+    comb = _tokens_last(logits).softmax(1).add_(eps)
+    comb.div_(comb.sum(0, keepdim=True).add_(eps))
+    return _passed(comb, iterations - 1, eps).reshape(logits.shape)
 
 
 def iterated(comb: Tensor, passes: int, eps: float) -> Tensor:
     """comb [..., source, target] by more passes, over rows and over columns."""
-    # Tokens last: sums over 4 contiguous elements would defeat vectorisation.
-    found = comb.flatten(0, -3).permute(1, 2, 0).clone(memory_format=torch.contiguous_format)
+    start = _tokens_last(comb).clone(memory_format=torch.contiguous_format)
+    return _passed(start, passes, eps).reshape(comb.shape)
+
+
+def _tokens_last(comb: Tensor) -> Tensor:
+    """[source, target, token]: sums over 4 contiguous elements would defeat vectorisation."""
+    return comb.flatten(0, -3).permute(1, 2, 0)
+
+
+def _passed(comb: Tensor, passes: int, eps: float) -> Tensor:
+    """[token, source, target] of [source, target, token], which is changed."""
     for _ in range(passes):
-        found.div_(found.sum(1, keepdim=True).add_(eps))
-        found.div_(found.sum(0, keepdim=True).add_(eps))
-    return found.permute(2, 0, 1).reshape(comb.shape)
+        comb.div_(comb.sum(1, keepdim=True).add_(eps))
+        comb.div_(comb.sum(0, keepdim=True).add_(eps))
+    return comb.permute(2, 0, 1)
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:

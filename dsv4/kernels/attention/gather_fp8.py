@@ -20,13 +20,12 @@ from dsv4.kernels.kit.kv_entry import GROUP, Fp8Entry
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.quant import dequantize_e4m3, scale_bf16x2, scale_or_nan
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
-from dsv4.kernels.kit.vectors import prefetch_l2
+from dsv4.kernels.kit.vectors import LINE_BYTES, prefetch_l2
 
 ELEMENT_BYTES = 2  # of what the tiles hold
 QUARTERS = 4  # lanes that have a row's span together
 SPAN_ROWS = 32 // QUARTERS  # rows of an instruction
 SPAN_BYTES = GROUP * ELEMENT_BYTES
-LINE_BYTES = 128  # of L2
 
 
 class Segment(NamedTuple):

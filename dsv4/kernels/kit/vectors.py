@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from cutlass import Int32, Int64, Uint32, cute
 
+LINE_BYTES = 128  # of L2
+
 
 def address_of(tensor: cute.Tensor, offset: Int64) -> Int64:
     """Address of an element."""

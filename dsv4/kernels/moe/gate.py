@@ -23,7 +23,7 @@ from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.kit import pdl, quant
 from dsv4.kernels.kit.pointers import pointer_at
-from dsv4.kernels.kit.vectors import address_of, prefetch_l2
+from dsv4.kernels.kit.vectors import LINE_BYTES, address_of, prefetch_l2
 from dsv4.kernels.moe.packed_rows import PackedTokens, pack_tokens, scale_of_tokens
 from dsv4.kernels.moe.routing import (
     ARRIVAL_WORDS,
@@ -43,7 +43,6 @@ CHUNK = 32  # elements of k that a quad loads at a time, of one row
 CHUNKS = PART // CHUNK
 WORDS = 4  # registers of a lane's vector
 LANE_BYTES = 16
-LINE_BYTES = 128  # of L2
 
 
 class GateTensors(NamedTuple):

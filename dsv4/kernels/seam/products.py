@@ -120,8 +120,8 @@ class Products:
     def begin(
         self, operands: Operands, fn: cute.Tensor, buffers: Buffers, place: Place
     ) -> cute.Tensor:
-        """Load the warp's rows of fn, and wait for the launch before; then load the first tile.
-        comb of the first chunk."""
+        """Load the warp's rows of fn, and wait for the launch before; then begin to load the first
+        tile, and make comb of the first chunk."""
         pdl.launch_dependents()
         own, guess = self.own_token(place, 0), None
         if cutlass.const_expr(self.combs is not None):

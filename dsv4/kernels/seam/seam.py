@@ -204,10 +204,11 @@ class Seam:
     def kernel(self, operands: Operands, fn: cute.Tensor, pass_tokens: Int32):
         buffers = self.allocate()
         place = self.find_place()
-        guess, is_guessing = None, None
+        guess, token, is_guessing = None, None, None
         if cutlass.const_expr(self.combs is not None):
             # First of all: the rest of what is done before the wait hides the load.
-            guess, token = self.combs.registers(), self.own_token(place, pass_tokens)
+            guess = self.combs.registers()
+            token = cute.arch.block_idx()[0] // self.tiling.ranks * pass_tokens + place.lane
             is_guessing = (place.warp == WARPS) & (place.lane < pass_tokens)
             is_guessing = is_guessing & (token < operands.x.shape[0])
             if is_guessing:
@@ -243,7 +244,7 @@ class Seam:
         # Not before: the next launch's weights would take DRAM from the launch that is waited for.
         pdl.launch_dependents()
         if cutlass.const_expr(self.combs is not None):
-            self.settle_comb(operands, buffers, place, guess, is_guessing, pass_tokens)
+            self.settle_comb(operands, buffers, place, guess, token, is_guessing)
         self.run_size(operands, buffers, place, (held, gains, mix_row), pass_tokens, 0)
 
     @cute.jit
@@ -361,10 +362,6 @@ class Seam:
 
     # ---- comb of the sublayer before -------------------------------------------------------------
 
-    def own_token(self, place: Place, pass_tokens) -> Int32:
-        """The token of the cluster's first pass whose comb a lane makes."""
-        return cute.arch.block_idx()[0] // self.tiling.ranks * pass_tokens + place.lane
-
     @cute.jit
     def settle_comb(
         self,
@@ -372,13 +369,12 @@ class Seam:
         buffers: Buffers,
         place: Place,
         guess: Guess,
+        token: Int32,
         is_guessing: Boolean,
-        pass_tokens: Int32,
     ) -> None:
-        """comb of the first pass, by the warp beside those that compute."""
+        """comb of the first pass, by the warp beside those that compute, a token a lane."""
         if place.warp == WARPS:
             if is_guessing:
-                token = self.own_token(place, pass_tokens)
                 target = buffers.combs[None, None, place.lane]
                 self.combs.settle(operands.comb, token, guess, target)
             cute.arch.barrier_arrive(barrier_id=COMBS, number_of_threads=self.threads)

@@ -19,9 +19,7 @@ from dsv4.kernels.kit.gather import copy_vector, vector_offset, vectors_per_span
 from dsv4.kernels.kit.kv_entry import GROUP, Fp8Entry
 from dsv4.kernels.kit.mbarrier import Cursor, arrive_warp
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, VECTOR_BYTES
-from dsv4.kernels.kit.vectors import prefetch_l2
-
-LINE_BYTES = 128  # of L2
+from dsv4.kernels.kit.vectors import LINE_BYTES, prefetch_l2
 
 
 class RawEntries:

@@ -69,9 +69,11 @@ class Bf16Experts:
             self.products.append((beside, routed, down, joint))
         self.combine = Combine(config.hidden, config.top_k)
 
-    def _gate_and_up(self, tiling: Tiling, is_shared: bool) -> Bf16Product:
+    def _gate_and_up(
+        self, tiling: Tiling, is_shared: bool, source: Source = Source.TOKENS
+    ) -> Bf16Product:
         config = self.config
-        plan = ProductPlan.gate_and_up(config, tiling, is_shared, self.lanes_per_warp)
+        plan = ProductPlan.gate_and_up(config, tiling, is_shared, self.lanes_per_warp, source)
         epilogue = SwiGlu(plan.panels, config.top_k, config.limit)
         return Bf16Product(plan, epilogue, config.top_k)
 
@@ -79,10 +81,8 @@ class Bf16Experts:
         """The router of few tokens, beside the first product of a shared expert in FP8, which
         alone reads codes."""
         tiling = replace(tilings(config)[0], alone_tokens=TOKEN_TILE)
-        source = Source.BFLOAT16_TOKENS
-        plan = ProductPlan.gate_and_up(config, tiling, True, self.lanes_per_warp, source)
-        epilogue = SwiGlu(plan.panels, config.top_k, config.limit)
-        return RouterBesideProduct(GroupedProduct(plan, epilogue, config.top_k), routing)
+        product = self._gate_and_up(tiling, True, Source.BFLOAT16_TOKENS)
+        return RouterBesideProduct(product, routing)
 
     def leads(self, tokens: Int32, x_codes: cute.Tensor, num_sms: Int32) -> Boolean:
         """Whether the whole router shares a launch with the shared expert's first product; codes
