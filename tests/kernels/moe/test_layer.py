@@ -3,16 +3,21 @@ and on a Hopper GPU."""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from dsv4.arch import SM_90A
+from dsv4.kernels.moe import plan
 from dsv4.kernels.moe.layer_config import MoeConfig
+from dsv4.kernels.moe.layout import PANEL_ROWS
 from dsv4.kernels.moe.scratch import scratch_bytes, sections
 from dsv4.ops.moe.op import MOE, PLANS
 from dsv4.ops.runtime.backend import Device as Planned
-from dsv4.testing.harness import Device, Outcome, Target, run_all, simulator
+from dsv4.testing.harness import Device, Outcome, Simulator, Target, run_all, simulator
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.moe import Case
 from dsv4.testing.moe_layer import LayerInputs, assert_layer_close, layer_config
@@ -104,6 +109,33 @@ def test_router_beside_the_first_product_has_the_same_bits(
         beside = found(replace(inputs, has_codes=has_codes), None)
         assert torch.equal(beside["out"], plain["out"]), has_codes
         assert not beside.scratch["workspace"].any()
+
+
+@pytest.mark.slow
+def test_the_gate_in_rounds_has_the_same_bits(seed, monkeypatch) -> None:
+    """As where the product leaves few SMs: units one behind the other in a CTA, the last of which
+    does not exist (5 slices by two units, in three rounds)."""
+    router, experts = (
+        importlib.import_module(f"dsv4.kernels.moe.sm90.{name}")
+        for name in ("router_beside_product", "experts")
+    )
+    # The first tiling alone: others take as long to compile.
+    monkeypatch.setattr(experts, "tilings", lambda config: plan.tilings(config)[:1])
+    inputs = LayerInputs.make(replace(SMALL, tokens=8, hidden=2560, live=6), seed)
+    found = []
+    for sms in (SM_90A.num_sms, SMALL.inner // PANEL_ROWS + 1):
+        monkeypatch.setattr(router, "SM_90A", replace(SM_90A, num_sms=sms))
+        target = Simulator("sm_90a")
+        for has_codes in (True, False):
+            given = replace(inputs, has_codes=has_codes)
+            make = partial(given.call_tiled, 0, Planned("sm_90a", sms))
+            kernels = OpKernels(MOE, target).compile(inputs.config)
+            found.append(run_all(target, kernels, make, seed, target.schedules))
+    first, *others = found
+    assert_layer_close(first, inputs)
+    grids = [outcome.report.launches[0].grid[0] for outcome in found]
+    assert grids == [3 + 4, 3 + 4, 1 + 4, 1 + 4]
+    assert all(torch.equal(other["out"], first["out"]) for other in others)
 
 
 def test_sections_of_the_scratch_do_not_overlap() -> None:
