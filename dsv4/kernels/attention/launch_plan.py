@@ -19,11 +19,13 @@ from dsv4.kernels.attention.split_kv import (
     SWAP_AB_TILE_HEADS,
     TILED_HEADS,
     combine_sizes,
+    meets_in_cluster,
     with_counters,
 )
 
 TILE_HEADS = 64  # heads of a CTA, where heads are the M of the products
 SLICED_HEAD_DIM = 512  # whose columns two CTAs can halve
+FEW_CODED_SPLITS = 4  # of which a warp combines all columns of a group in one go: `SCALED_SIZES`
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,30 @@ class SwapAbCosts:
 
 
 @dataclass(frozen=True)
+class StepCosts:
+    """Microseconds that launches lose in a model's step beyond what they take by themselves: where
+    other launches have the SMs, memory and L2 before and behind them.
+
+    Attributes:
+        heads_m: a launch with heads as the M of the products.
+        apart: one of swap-AB whose splits meet in memory, not in a cluster.
+        rows: one of swap-AB whose rows are to become codes, by a launch of their own.
+        wide: a combination of more splits than `FEW_CODED_SPLITS` into codes.
+    """
+
+    heads_m: float = 0.0
+    apart: float = 0.0
+    rows: float = 0.0
+    wide: float = 0.0
+
+
+@dataclass(frozen=True)
 class Costs:
     """Costs of the Hopper kernels; Blackwell's are in `sm100.costs`."""
 
     heads_m: HeadsMCosts
     swap_ab: SwapAbCosts
+    step: StepCosts = StepCosts()
 
 
 # Fitted to measurements on an H200 of 1 to 64 tokens of 8 to 128 heads, so that the number of
@@ -190,9 +211,10 @@ def _choose_splits(
             size = (config.head_dim, config.num_query_heads, tokens)
             return sm100_costs.microseconds(*size, splits, tiles, num_sms)
         plan = _arrange(config, tokens, splits, num_sms, arch)
+        in_step = _step_cost(costs.step, plan, num_sms)
         if plan.kernel == "swap_ab":
-            return _swap_ab_cost(costs.swap_ab, plan, tokens, tiles, num_sms)
-        return _heads_m_cost(costs.heads_m, plan, config, tokens, tiles, num_sms)
+            return in_step + _swap_ab_cost(costs.swap_ab, plan, tokens, tiles, num_sms)
+        return in_step + _heads_m_cost(costs.heads_m, plan, config, tokens, tiles, num_sms)
 
     return min(range(1, most + 1), key=cost)
 
@@ -271,6 +293,15 @@ def _swap_ab_cost(
     if plan.num_splits > 1:
         time += costs.combine + costs.combine_head * plan.tile_heads * plan.work_tiles
     return time
+
+
+def _step_cost(costs: StepCosts, plan: LaunchPlan, num_sms: int) -> float:
+    """What a launch loses in a step."""
+    splits = plan.num_splits
+    if plan.kernel == "heads_m":
+        return costs.heads_m + (costs.wide if splits > FEW_CODED_SPLITS else 0.0)
+    meets = splits == 1 or meets_in_cluster(plan.work_tiles // splits, splits, num_sms)
+    return costs.rows + (0.0 if meets else costs.apart)
 
 
 def _memory_cost(memory_tile: float, plan: LaunchPlan, tokens: int, num_sms: int) -> float:

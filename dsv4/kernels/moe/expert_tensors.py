@@ -63,4 +63,4 @@ class Selection(NamedTuple):
     token_tiles: Int32  # of the gate
     leads: Boolean  # whether the whole router is part of the experts' first launch
     has_codes: Boolean  # whether that launch is given codes of x
-    counter: cute.Tensor  # [1] int32, 0 between launches
+    counter: cute.Tensor  # [4] int32, 0 between launches

@@ -31,7 +31,7 @@ from dsv4.kernels.moe.expert_tensors import ExpertTensors, Selection
 from dsv4.kernels.moe.gate import GateTensors
 from dsv4.kernels.moe.layer_config import NVFP4_GROUP, MoeConfig
 from dsv4.kernels.moe.packed_rows import PackedRows, PackedTokens
-from dsv4.kernels.moe.routing import ARRIVAL_WORDS, GROUP_WORDS, MOST_RUNS
+from dsv4.kernels.moe.routing import ARRIVAL_WORDS, COUNTER_WORDS, GROUP_WORDS, MOST_RUNS
 from dsv4.kernels.moe.scratch import ALIGNMENT, sections
 from dsv4.kernels.moe.select import Lists
 from dsv4.kernels.moe.wide_plan import SCALE_COPIES, scale_columns
@@ -118,7 +118,7 @@ class MoeLayer:
             rows, x, global_scales, packed, packed_h,
         )  # fmt: skip
         counter = cute.make_tensor(
-            cute.recast_ptr(workspace.iterator, dtype=Int32), cute.make_layout((1,))
+            cute.recast_ptr(workspace.iterator, dtype=Int32), cute.make_layout((COUNTER_WORDS,))
         )
         selection = Selection(lists, group_tokens, tensors, token_tiles, leads, has_codes, counter)
         self.expert_kernels.launch(experts, live_tokens, selection, stream, tiling, num_sms)

@@ -23,6 +23,7 @@ WEIGHT_BITS = {"fp4": 4, "nvfp4": 4, "fp8": 8, "bfloat16": 16}
 ROW_SCALE_BYTES = {"fp4": 4, "nvfp4": 8}  # of a row's k block
 FEWEST_COLUMNS = 8
 MOST_IN_FLIGHT = 16  # tokens of a tile with two accumulators
+MOST_LONG = 16  # tokens of the shared expert alone whose stages are long
 FEW_COLUMNS = 32  # of a tile of the shared expert alone that has one warpgroup
 # Of a board, from the load warp to all others: the tile under way, and the next one.
 BOARD_STAGES = 2
@@ -123,7 +124,7 @@ class Kind:
     def in_flight(self) -> int:
         """k blocks of a stage whose products are under way at a time: as registers allow, which
         decoding of FP4 takes."""
-        most = 4 if self.dtype == "fp8" and self.tokens <= FEWEST_COLUMNS else 2
+        most = 4 if self.dtype == "fp8" and self.tokens <= MOST_LONG else 2
         return min(self.blocks, most) if self.tokens <= MOST_IN_FLIGHT else 1
 
     @property
@@ -248,7 +249,7 @@ class ProductPlan(RingPlan):
         """Whether stages are half as many and twice as long: of few tokens alone in a launch the
         shared expert's products are a chain of latencies, which more of them under way shorten."""
         is_alone = self.has_shared and not self.has_routed
-        is_few = self.tiling.shared_tokens <= FEWEST_COLUMNS
+        is_few = self.tiling.shared_tokens <= MOST_LONG
         return is_alone and is_few and self.shared_dtype == "fp8"
 
     @property

@@ -29,6 +29,7 @@ MAX_TOKENS = 1 << 15  # of a launch: offsets of rows stay below 2^31 elements
 # Of an entry of `groups`: expert, first position, rows, and how many tiles of h are there.
 GROUP_WORDS = 4
 ARRIVAL_WORDS = 2  # CTAs of the selection that are over, tiles of the products that are taken
+COUNTER_WORDS = 4  # of the workspace: CTAs that have arrived, of a few kinds
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,9 @@ LAST_ID = 1 << 30  # sorts behind every expert
 FULL_MASK = 0xFFFFFFFF
 BATCH = 8  # loads of a thread under way in the sort
 BOARD_WORDS = 2  # of a warp
+COMPARED = 16  # pairs that a thread compares its own with at a time
+PLACE_BITS = 7  # of a pair's key: its place among all, below its expert
+NO_KEY = 0xFFFFFFFF  # above every other
 SOFTPLUS_THRESHOLD = 20.0
 
 
@@ -91,6 +94,7 @@ class Select:
         self.warps = warps
         self.own_tokens = warps if own_tokens is None else own_tokens
         self.threads = 32 * warps
+        assert self.own_pairs <= min(1 << PLACE_BITS, self.threads), own_tokens
         self.takes_several = takes_several
 
     @cute.jit
@@ -116,7 +120,13 @@ class Select:
     def smem_bytes(self) -> int:
         """Of shared memory: scores, sums of the sort, ids, and whether the CTA is the last."""
         words = self.warps * (self.config.experts + BOARD_WORDS)
-        return 4 * (words + self.own_tokens * self.config.top_k + 1)
+        return 4 * (words + self.own_pairs + 1)
+
+    @property
+    def own_pairs(self) -> int:
+        """Room for ids of the tokens that a CTA sorts alone."""
+        pairs = self.own_tokens * self.config.top_k
+        return -(-pairs // COMPARED) * COMPARED
 
     def views(self, storage: cute.Pointer) -> SelectSmem:
         """Views of `smem_bytes` of shared memory."""
@@ -129,7 +139,7 @@ class Select:
         words += self.warps * BOARD_WORDS
         shape = (self.own_tokens, self.config.top_k)
         own_ids = cute.make_tensor(words, cute.make_layout(shape, stride=(self.config.top_k, 1)))
-        is_last = cute.make_tensor(words + shape[0] * shape[1], cute.make_layout(1))
+        is_last = cute.make_tensor(words + self.own_pairs, cute.make_layout(1))
         return SelectSmem(scores, counts, board, own_ids, is_last)
 
     @cute.jit
@@ -260,41 +270,40 @@ class Select:
         live: Int32,
     ) -> None:  # fmt: skip
         """Write `pairs`, `groups` and `counts` of one CTA's tokens: each thread has a pair, and
-        compares it with all others.
+        compares its key, which orders by expert and then by token, with all others.
 
         Args:
-            heads: in shared memory; becomes the expert of each pair that begins a group.
+            heads: in shared memory; becomes the key of each pair that begins a group.
         """
         thread = cute.arch.thread_idx()[0]
         total = lists.ids.shape[0] * self.config.top_k
-        most = self.own_tokens * self.config.top_k
-        ids = cute.make_tensor(own_ids.iterator, cute.make_layout(most))
-        heads = cute.make_tensor(heads.iterator, ids.layout)
+        padded = cute.ceil_div(total, COMPARED) * COMPARED
+        layout = cute.make_layout(self.own_pairs)
+        ids = cute.make_tensor(own_ids.iterator, layout)
+        keys = cute.make_tensor(cute.recast_ptr(own_ids.iterator, dtype=Uint32), layout)
+        heads = cute.make_tensor(cute.recast_ptr(heads.iterator, dtype=Uint32), layout)
         expert = Int32(NO_EXPERT)
         if thread < total:
             expert = ids[thread]
-        place, rank, rows = Int32(0), Int32(0), Int32(0)
-        for other in cutlass.range(total, unroll=4):
-            found = ids[other]
-            if found == expert:
-                rows += 1
-                rank += cutlass.select_(other < thread, Int32(1), Int32(0))
-            elif found >= 0 and found < expert:
-                place += 1
-        place += rank
+        cute.arch.sync_threads()
+        own = key_of(expert, thread)
+        if thread < padded:
+            keys[thread] = own
+        cute.arch.sync_threads()
+        place, below, up_to = Int32(0), Int32(0), Int32(0)
+        if thread < padded:
+            bounds = own, key_of(expert, 0), key_of(expert + 1, 0)
+            place, below, up_to = count_below(keys, padded, *bounds)
+        rank, rows = place - below, up_to - below
         is_head = (expert >= 0) & (rank % group_tokens == 0)
         if expert >= 0:
             lists.pairs[place] = thread
-        if thread < total:
-            heads[thread] = cutlass.select_(is_head, expert, Int32(NO_EXPERT))
+        if thread < padded:
+            heads[thread] = cutlass.select_(is_head, own, Uint32(NO_KEY))
         cute.arch.sync_threads()
         entry, entries = Int32(0), Int32(0)
-        for other in cutlass.range(total, unroll=4):
-            found = heads[other]
-            if found >= 0:
-                entries += 1
-                if found < expert or (found == expert and other < thread):
-                    entry += 1
+        if thread < padded:
+            entry, entries = count_below(heads, padded, own, Uint32(NO_KEY))
         if is_head:
             group = (expert, place, cutlass.min(rows - rank, group_tokens), 0)
             for word in cutlass.range_constexpr(GROUP_WORDS):
@@ -459,6 +468,29 @@ def table_entry(lists: Lists, token: Int32, slot: Int32, experts: int) -> Int32:
 
 
 # ---- sort ------------------------------------------------------------------------------------
+
+
+def key_of(expert: Int32, place: Int32) -> Uint32:
+    """Key of a pair; NO_KEY without an expert."""
+    key = Uint32(expert) * Uint32(1 << PLACE_BITS) + Uint32(place)
+    return cutlass.select_(expert < 0, Uint32(NO_KEY), key)
+
+
+@cute.jit
+def count_below(keys: cute.Tensor, count: Int32, *bounds: Uint32) -> list[Int32]:
+    """How many of the first keys in shared memory, of a multiple of COMPARED, are below each of
+    some bounds."""
+    found = [Int32(0) for _ in bounds]
+    for start in cutlass.range(0, count, COMPARED, unroll=1):
+        others = cute.make_rmem_tensor(COMPARED, Uint32)
+        for i in cutlass.range_constexpr(0, COMPARED, VECTOR):
+            source = keys.iterator + cute.assume(start + i, divby=VECTOR)
+            source = cute.make_tensor(source.align(16), cute.make_layout(VECTOR))
+            cute.autovec_copy(source, cute.make_tensor(others.iterator + i, source.layout))
+        for i in cutlass.range_constexpr(COMPARED):
+            for b in cutlass.range_constexpr(len(bounds)):
+                found[b] += cutlass.select_(others[i] < bounds[b], Int32(1), Int32(0))
+    return found
 
 
 @cute.jit

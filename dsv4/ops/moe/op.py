@@ -15,7 +15,7 @@ from dsv4.kernels.moe import plan as plans
 from dsv4.kernels.moe.config import BF16_DTYPES, FOLDED_FORMS, K_BLOCK
 from dsv4.kernels.moe.layer_args import ARGS, values
 from dsv4.kernels.moe.layer_config import MoeConfig
-from dsv4.kernels.moe.routing import MAX_TOKENS, ROUTER_TOKENS, gate_tiling
+from dsv4.kernels.moe.routing import COUNTER_WORDS, MAX_TOKENS, ROUTER_TOKENS, gate_tiling
 from dsv4.kernels.moe.scratch import scratch_bytes
 from dsv4.kernels.moe.sm100 import plan as blackwell_plans
 from dsv4.ops.aliasing import check_given
@@ -35,7 +35,6 @@ from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.runner import config_of
 from dsv4.quoting import quoted
 
-COUNTER_WORDS = 4  # of the workspace
 # Layers of the released models.
 MODEL_LAYERS = {
     "Flash": MoeConfig(4096, 2048, 256, 6, scaling=1.5),
@@ -160,7 +159,7 @@ class Moe(KernelOp):
                 yield (*tensors, live, codes, scale, counter, *scalars)
 
     def workspace_size(self, config: MoeConfig, sizes: Sizes, scalars: tuple[int, ...]) -> int:
-        """A counter of few tokens' launches."""
+        """Counters of few tokens' launches."""
         return COUNTER_WORDS if sizes["T"] <= ROUTER_TOKENS else 0
 
     def max_workspace_size(self, config: MoeConfig, rows: int, device: Device) -> int:

@@ -33,16 +33,17 @@ pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
 
 # Five slices of K, of which a CTA of the gate has two; two tiles of experts; padding.
 CASE = Case(3, 2560, 128, 64, 3, live=2)
-ROUTER = ("route", "add_logits", "choose", "arrive", "select", "sort_few", "take_best", "store")
+ROUTER = (
+    *("route", "add_logits", "choose", "arrive", "select", "select_beside", "take_best", "store"),
+    *("sort_few", "sort", "add_counts", "exclusive_sums", "count_pairs", "next_place"),
+)
 COUNTER = ("atom.global", "__init__")  # the compiler names no function of it
 LAUNCH = "only lets the next launch start early: its griddepcontrol.wait is what orders"
 FIRST = "orders a launch after the one before it, and each run here begins with this one"
-SECOND = "parts a warp's tokens, of which it has one each here: there are no more than warps"
 # Two kernels: of tokens with codes, and of those that the product rounds.
 REDUNDANT: Listed = {
     ("griddepcontrol.launch_dependents", "route"): (2, LAUNCH),
     ("griddepcontrol.wait", "add_logits"): (2, FIRST),
-    ("bar.warp", "choose"): (2, SECOND),
 }
 
 

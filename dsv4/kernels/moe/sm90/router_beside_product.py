@@ -1,10 +1,11 @@
 """Router and the shared expert's first product in one launch, for few tokens (sm_90a).
 
-The first CTAs are the gate's: four warps have 32 experts and a slice of K, with the sums of `gate`,
-or a few of these one behind the other. The last of these CTAs to finish chooses experts and sorts
-the pairs, as `select` does. The other CTAs are the product's. Neither part waits for the other: the
-product reads codes that the launch before has made, or rounds the hidden states by itself; then the
-gate writes codes for the launches behind.
+The first CTAs are the gate's, a set of them for each tile of eight tokens: four warps have 32
+experts and a slice of K, with the sums of `gate`, or a few of these one behind the other. The last
+CTA of a set to finish chooses experts, a warp a token, and the last of these sorts the pairs, as
+`select` does. The other CTAs are the product's. Neither part waits for the other: the product reads
+codes that the launch before has made, or rounds the hidden states by itself; then the gate writes
+codes for the launches behind.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from dsv4.kernels.moe.gate import (
 )
 from dsv4.kernels.moe.routing import (
     ARRIVAL_WORDS,
+    COUNTER_WORDS,
     EXPERT_TILE,
     GATE_THREADS,
     SLICE_PARTS,
     TOKEN_TILE,
     RoutingConfig,
 )
-from dsv4.kernels.moe.select import Lists, Select, arrive, live_count, load_bias
+from dsv4.kernels.moe.select import Lists, Select, SelectSmem, arrive, live_count, load_bias
 from dsv4.kernels.moe.sm90.context import Operands, ProductContext, allocate
 from dsv4.kernels.moe.sm90.product import GroupedProduct, launch_options
 
@@ -52,7 +54,8 @@ class RouterTensors(NamedTuple):
 
     x: cute.Tensor  # [T, D] bf16
     gate: cute.Tensor  # [E, D] bf16
-    counter: cute.Tensor  # [1] int32: CTAs of the gate that have finished; 0 between launches
+    # [sets + 1] int32: CTAs of a set that have finished, and sets; 0 between launches.
+    counter: cute.Tensor
     lists: Lists
     codes: cute.Tensor  # [T, D] e4m3, written where the product rounds x by itself
     scales: cute.Tensor  # [T, D / 128] E8M0 bytes, likewise
@@ -82,15 +85,16 @@ class RouterBesideProduct:
         self.writes_codes = writes_codes
         plan = product.plan
         self.tokens = plan.shared.tokens
-        self.token_tiles = self.tokens // TOKEN_TILE
+        self.sets = self.tokens // TOKEN_TILE  # of the gate's CTAs
         self.select = Select(routing, plan.warps.threads // 32, own_tokens=self.tokens)
+        assert self.select.warps >= TOKEN_TILE and self.sets < COUNTER_WORDS, plan
         assert plan.warps.threads % GATE_THREADS == 0, plan.warps
         assert self.tokens * routing.top_k <= plan.warps.threads, plan.warps
         self.units = plan.warps.threads // GATE_THREADS  # of a CTA, at a time
         # As many as leave an SM to each of the product's CTAs.
-        most_ctas = max(SM_90A.num_sms - plan.row_tiles, 1)
+        most_ctas = max((SM_90A.num_sms - plan.row_tiles) // self.sets, 1)
         self.rounds = -(-self.all_units // (self.units * most_ctas))
-        self.select_start = self.rounds * self.units * self.token_tiles * SUMS_BYTES
+        self.select_start = self.rounds * self.units * SUMS_BYTES
         used = self.select_start + self.select.smem_bytes
         assert used <= plan.smem["weight"].bytes, used
 
@@ -104,8 +108,12 @@ class RouterBesideProduct:
         return self.expert_tiles * self.routing.slices
 
     @property
-    def gate_ctas(self) -> int:
+    def set_ctas(self) -> int:
         return -(-self.all_units // (self.units * self.rounds))
+
+    @property
+    def gate_ctas(self) -> int:
+        return self.set_ctas * self.sets
 
     def serves(self, tokens: Int32, num_sms: Int32) -> Boolean:
         """Whether a launch has no more tokens than a tile of the product, and an SM for each CTA:
@@ -141,27 +149,48 @@ class RouterBesideProduct:
     def route(
         self, router: RouterTensors, storage: cute.Pointer, cta: Int32, group_tokens: Int32
     ) -> None:
-        """The part of a CTA of the gate, and the selection by the last one.
+        """The part of a CTA of the gate; the selection by the last one of a set, and the sort by
+        the last of these.
 
         Args:
             storage: in shared memory.
         """
-        lists, thread = router.lists, cute.arch.thread_idx()[0]
-        is_last = self.select.views(storage + self.select_start).is_last
+        own_set, rank = cta // self.set_ctas, cta % self.set_ctas
+        views = self.select.views(storage + self.select_start)
         pdl.launch_dependents()
-        self.add_logits(router, storage, cta)
-        cute.arch.sync_threads()
-        if thread == 0:
-            is_last[0] = Int32(arrive(router.counter, Int32(self.gate_ctas)))
-        cute.arch.sync_threads()
-        if is_last[0] != 0:
-            self.choose(lists, storage + self.select_start, group_tokens)
-            if thread == 0:
-                router.counter[0] = Int32(0)
+        self.add_logits(router, storage, rank, own_set)
+        if self.is_last(router, views, own_set, self.set_ctas):
+            self.choose(router.lists, views, own_set)
+            if cutlass.const_expr(self.sets == 1):
+                self.sort(router.lists, views, group_tokens)
+            else:
+                if self.is_last(router, views, Int32(self.sets), self.sets):
+                    self.gather(router.lists, views)
+                    self.sort(router.lists, views, group_tokens)
 
     @cute.jit
-    def add_logits(self, router: RouterTensors, storage: cute.Pointer, cta: Int32) -> None:
-        """Write partial sums of the logits of each four warps' experts, of their slice of K."""
+    def is_last(
+        self, router: RouterTensors, views: SelectSmem, number: Int32, ctas: cutlass.Constexpr
+    ) -> Boolean:
+        """Whether all others of so many CTAs have arrived at a counter, which then is 0 again;
+        orders what they wrote before what this one reads."""
+        thread = cute.arch.thread_idx()[0]
+        counter = cute.make_tensor(router.counter.iterator + number, cute.make_layout(1))
+        cute.arch.sync_threads()
+        if thread == 0:
+            is_last = arrive(counter, Int32(ctas))
+            views.is_last[0] = Int32(is_last)
+            if is_last:
+                counter[0] = Int32(0)
+        cute.arch.sync_threads()
+        return views.is_last[0] != 0
+
+    @cute.jit
+    def add_logits(
+        self, router: RouterTensors, storage: cute.Pointer, cta: Int32, own_set: Int32
+    ) -> None:
+        """Write partial sums of the logits of each four warps' experts, of their slice of K and of
+        the set's tokens."""
         thread = cute.arch.thread_idx()[0]
         weights = cute.make_rmem_tensor((WORDS, 2 * M_TILES, CHUNKS), Uint32)
         for number in cutlass.range_constexpr(self.rounds):
@@ -172,7 +201,8 @@ class RouterBesideProduct:
                 else:
                     prefetch_weights(router.gate, unit.expert_tile, unit.split, unit.part)
         pdl.wait_for_previous_launch()
-        if cta == 0 and thread == 0:
+        first_token = own_set * TOKEN_TILE
+        if own_set + cta == 0 and thread == 0:
             for word in cutlass.range_constexpr(ARRIVAL_WORDS):
                 router.lists.arrivals[word] = Int32(0)
         for number in cutlass.range_constexpr(self.rounds):
@@ -180,26 +210,24 @@ class RouterBesideProduct:
             if unit.exists:
                 if cutlass.const_expr(number > 0):
                     load_weights(router.gate, unit.expert_tile, unit.split, unit.part, weights)
-                self.multiply(router, unit, weights, self.sums_of(storage, unit))
+                self.multiply(router, unit, weights, self.sums_of(storage, unit), first_token)
         cute.arch.sync_threads()
         for number in cutlass.range_constexpr(self.rounds):
             unit = self.unit_of(cta, number, thread)
             if unit.exists:
                 pair, sums = thread % GATE_THREADS, self.sums_of(storage, unit)
                 total = cute.make_rmem_tensor(2, Float32)
-                for tile in cutlass.range_constexpr(self.token_tiles):
-                    for column in cutlass.range_constexpr(2):
-                        total[column] = added_parts(sums[column, pair, None, tile])
-                    store_totals(
-                        router.lists.partials, total, tile * TOKEN_TILE, unit.split,
-                        unit.expert_tile, pair,
-                    )  # fmt: skip
+                for column in cutlass.range_constexpr(2):
+                    total[column] = added_parts(sums[column, pair, None])
+                store_totals(
+                    router.lists.partials, total, first_token, unit.split, unit.expert_tile, pair
+                )
 
     def unit_of(self, cta: Int32, number: int, thread: Int32) -> Unit:
         """That of a thread in a round."""
         warp = cute.arch.make_warp_uniform(thread // 32)
         place = number * self.units + warp // SLICE_PARTS
-        index = (number * self.gate_ctas + cta) * self.units + warp // SLICE_PARTS
+        index = (number * self.set_ctas + cta) * self.units + warp // SLICE_PARTS
         split = index // self.expert_tiles
         return Unit(
             index % self.expert_tiles, split, warp % SLICE_PARTS, place,
@@ -207,45 +235,53 @@ class RouterBesideProduct:
         )  # fmt: skip
 
     def sums_of(self, storage: cute.Pointer, unit: Unit) -> cute.Tensor:
-        """[column, pair, part, token tile] of a unit in shared memory."""
-        start = storage + unit.place * (self.token_tiles * SUMS_BYTES)
-        layout = cute.make_layout((2, PAIRS, SLICE_PARTS, self.token_tiles), stride=ORDER)
+        """[column, pair, part] of a unit in shared memory."""
+        start = storage + unit.place * SUMS_BYTES
+        layout = cute.make_layout((2, PAIRS, SLICE_PARTS), stride=ORDER[:3])
         return cute.make_tensor(cute.recast_ptr(start, dtype=Float32), layout)
 
     @cute.jit
     def multiply(
-        self, router: RouterTensors, unit: Unit, weights: cute.Tensor, sums: cute.Tensor
-    ) -> None:
+        self, router: RouterTensors, unit: Unit, weights: cute.Tensor, sums: cute.Tensor,
+        first_token: Int32,
+    ) -> None:  # fmt: skip
         """The sums of a warp's part of a unit; codes of its k block, where they are wanted."""
-        # All loads are under way before the first product.
-        words = cute.make_rmem_tensor((WORDS, CHUNKS, self.token_tiles), Uint32)
+        words = cute.make_rmem_tensor((WORDS, CHUNKS), Uint32)
         k_block = unit.split * SLICE_PARTS + unit.part
-        for tile in cutlass.range_constexpr(self.token_tiles):
-            load_activations(router.x, tile * TOKEN_TILE, k_block, words[None, None, tile])
-        for tile in cutlass.range_constexpr(self.token_tiles):
-            own = words[None, None, tile]
-            store_sums(weights, own, sums[None, None, unit.part, tile])
-            if cutlass.const_expr(self.writes_codes):  # noqa: SIM102 static, dynamic
-                if unit.expert_tile == 0:
-                    lane = cute.arch.lane_idx()
-                    token = tile * TOKEN_TILE + lane // 4
-                    store_codes(router, own, token, k_block, lane % 4)
+        load_activations(router.x, first_token, k_block, words)
+        store_sums(weights, words, sums[None, None, unit.part])
+        if cutlass.const_expr(self.writes_codes):  # noqa: SIM102 static, dynamic
+            if unit.expert_tile == 0:
+                lane = cute.arch.lane_idx()
+                store_codes(router, words, first_token + lane // 4, k_block, lane % 4)
 
     @cute.jit
-    def choose(self, lists: Lists, storage: cute.Pointer, group_tokens: Int32) -> None:
-        """Experts and weights of all tokens, by the warps in turn, and the list of pairs."""
-        views = self.select.views(storage)
+    def choose(self, lists: Lists, views: SelectSmem, own_set: Int32) -> None:
+        """Experts and weights of the set's tokens, each by a warp."""
         warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32)
         tokens = lists.ids.shape[0]
         live = live_count(lists.live_tokens, tokens)
         bias = None
         if cutlass.const_expr(not self.routing.is_hashed):
             bias = load_bias(lists.bias, self.routing)
-        scores = views.scores[None, warp]
-        for token in cutlass.range(warp, tokens, self.select.warps, unroll=1):
-            own_ids = views.own_ids[token, None]
-            self.select.select(lists, scores, bias, own_ids, Int32(token), token < live)
-            # The next token's scores come where lanes may still read this one's.
-            cute.arch.sync_warp()
+        token = own_set * TOKEN_TILE + warp
+        if token < tokens:
+            scores, own_ids = views.scores[None, warp], views.own_ids[token, None]
+            self.select.select(lists, scores, bias, own_ids, token, token < live)
         cute.arch.sync_threads()
+
+    @cute.jit
+    def gather(self, lists: Lists, views: SelectSmem) -> None:
+        """Experts of all sets' tokens into shared memory."""
+        thread, pairs = cute.arch.thread_idx()[0], lists.ids.shape[0] * self.routing.top_k
+        if thread < pairs:
+            layout = cute.make_layout(self.select.own_pairs)
+            found = cute.make_tensor(lists.ids.iterator, layout)
+            cute.make_tensor(views.own_ids.iterator, layout)[thread] = found[thread]
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def sort(self, lists: Lists, views: SelectSmem, group_tokens: Int32) -> None:
+        """The list of pairs."""
+        live = live_count(lists.live_tokens, lists.ids.shape[0])
         self.select.sort_few(lists, views.counts, views.own_ids, group_tokens, live)
