@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
-from unittest import mock
 
 import pytest
 import torch
@@ -33,46 +32,48 @@ pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
 
 # Five slices of K, of which a CTA of the gate has two; two tiles of experts; padding.
 CASE = Case(3, 2560, 128, 64, 3, live=2)
+# Of tokens with codes, of those that the product rounds, and of two sets of the gate's CTAs.
+CASES = ((CASE, True), (CASE, False), (replace(CASE, tokens=11, live=10), True))
 ROUTER = (
-    *("route", "add_logits", "choose", "arrive", "select", "select_beside", "take_best", "store"),
-    *("sort_few", "sort", "add_counts", "exclusive_sums", "count_pairs", "next_place"),
+    *("route", "add_logits", "is_last", "arrive", "choose", "select", "take_best", "store"),
+    *("gather", "sort_few"),
 )
 COUNTER = ("atom.global", "__init__")  # the compiler names no function of it
 LAUNCH = "only lets the next launch start early: its griddepcontrol.wait is what orders"
 FIRST = "orders a launch after the one before it, and each run here begins with this one"
-# Two kernels: of tokens with codes, and of those that the product rounds.
+# Of three kernels.
 REDUNDANT: Listed = {
-    ("griddepcontrol.launch_dependents", "route"): (2, LAUNCH),
-    ("griddepcontrol.wait", "add_logits"): (2, FIRST),
+    ("griddepcontrol.launch_dependents", "route"): (3, LAUNCH),
+    ("griddepcontrol.wait", "add_logits"): (3, FIRST),
 }
 
 
 @cache
-def inputs(has_codes: bool) -> LayerInputs:
-    return replace(LayerInputs.make(CASE, 1), has_codes=has_codes)
+def inputs(number: int) -> LayerInputs:
+    case, has_codes = CASES[number]
+    return replace(LayerInputs.make(case, 1), has_codes=has_codes)
 
 
 @cache
 def compiled():
-    """A layer with the tiling of one token alone, and routers of one tile of tokens."""
-    with mock.patch("dsv4.kernels.moe.sm90.experts.ROUTER_TOKENS", 8):
-        return hopper_layer(inputs(True), 0)
+    """A layer with the tiling of one token alone."""
+    return hopper_layer(inputs(0), 0)
 
 
-def make_call(has_codes: bool) -> Call:
-    return inputs(has_codes).call_tiled(0, Device("sm_90a", 132))
+def make_call(number: int) -> Call:
+    return inputs(number).call_tiled(0, Device("sm_90a", 132))
 
 
 def make_runs(schedule: str) -> list[Run]:
-    """With codes, and without."""
+    """Of each case."""
 
-    def check(has_codes: bool, found: Outcome) -> None:
-        assert_layer_close(found, inputs(has_codes))
+    def check(number: int, found: Outcome) -> None:
+        assert_layer_close(found, inputs(number))
         assert not found.scratch["workspace"].any(), "the counter is not 0 again"
 
     return [
-        run_of_call(partial(make_call, has_codes), partial(check, has_codes), schedule)
-        for has_codes in (True, False)
+        run_of_call(partial(make_call, number), partial(check, number), schedule)
+        for number in range(len(CASES))
     ]
 
 
@@ -90,20 +91,20 @@ def test_all_deletions_are_noticed() -> None:
 
 
 def test_all_weaker_qualifiers_are_noticed() -> None:
-    """The counter's, which every CTA of the gate arrives at."""
+    """The counters', which every CTA of the gate arrives at, and the last ones of sets."""
     router = of_router(weakenings_of(compiled().artifacts.PTX))
-    assert len(router) == 6, router
+    assert len(router) == 12, router
     check(compiled(), make_runs(SCHEDULES[0]), router, {}, {})
 
 
-@pytest.mark.parametrize("has_codes", [True, False], ids=["codes", "rows"])
+@pytest.mark.parametrize("number", range(len(CASES)), ids=["codes", "rows", "sets"])
 @pytest.mark.parametrize("overlap", ["all", "random"])
-def test_launches_that_overlap_give_one_result(overlap, has_codes, seed) -> None:
+def test_launches_that_overlap_give_one_result(overlap, number, seed) -> None:
     from dsv4.simulator import simulate
 
     results = []
     for chosen in ("none", overlap):
-        call = make_call(has_codes).poisoned()
+        call = make_call(number).poisoned()
         options = {"overlap": chosen, "seed": seed, "races": False}
         report = simulate(compiled(), *call.args, **call.options, **options)
         assert len(report.launches) == 4  # the router's; gate and up; down; the sum
