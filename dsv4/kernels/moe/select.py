@@ -285,7 +285,7 @@ class Select:
         expert = Int32(NO_EXPERT)
         if thread < total:
             expert = ids[thread]
-        cute.arch.sync_threads()
+        # The key takes the place of what its thread has read.
         own = key_of(expert, thread)
         if thread < padded:
             keys[thread] = own

@@ -13,8 +13,10 @@ from dsv4.kernels.attention.split_kv import (
     GROUP_COUNTER_WORDS,
     MAX_SPLITS,
     MOST_SWAP_AB_HEADS,
+    SWAP_AB_TILE_HEADS,
     SplitKv,
     counter_words,
+    meets_in_cluster,
 )
 from dsv4.ops.attention.sparse_fmha_paged import SPARSE_FMHA_PAGED
 
@@ -62,6 +64,37 @@ def test_launches_for_half_of_the_machine_multiply_codes(heads) -> None:
     assert splits(config, 1) == splits(replace(config, compute="bf16"), 1) > 1
     assert splits(replace(config, batch_invariant=True), 1) == 1
     assert splits(replace(config, num_splits=3), 1024) == 3
+
+
+# ---- splits in a step ----------------------------------------------------------------------------
+FLASH = PagedFmhaConfig(512, 64, "fp8")
+
+
+def step_splits(config: PagedFmhaConfig, tokens: int, entries: int) -> int:
+    return paged_plan.scalars(config, {"T": tokens, "k_w": 128, "k_c": entries}, SMS, "sm_90a")[0]
+
+
+@pytest.mark.parametrize("tokens, entries, expected", [
+    (1, 512, 10), (2, 512, 5), (4, 512, 5), (8, 512, 3), (4, 256, 6), (8, 256, 3),
+])  # fmt: skip
+def test_few_tokens_of_flash_meet_in_clusters(tokens, entries, expected) -> None:
+    """By themselves 4 and 8 tokens would take 10 splits of heads in M."""
+    assert step_splits(FLASH, tokens, entries) == expected
+    head_tiles = tokens * FLASH.num_query_heads // SWAP_AB_TILE_HEADS
+    assert meets_in_cluster(head_tiles, expected, SMS)
+
+
+def test_codes_of_many_tokens_come_of_few_splits() -> None:
+    """More than four splits are combined into codes in several goes, and swap-AB makes none."""
+    config = replace(FLASH, rounds_output=True)
+    assert [step_splits(config, 16, entries) for entries in (512, 256)] == [4, 3]
+    assert bool(paged_plan.rounds_rows(config, 16, 4, SMS, "sm_90a"))
+    assert step_splits(FLASH, 16, 512) == 5
+
+
+def test_rows_of_bf16_have_the_splits_that_are_fastest_by_themselves() -> None:
+    config = replace(FLASH, kv_format="bf16")
+    assert [step_splits(config, tokens, 512) for tokens in (1, 2, 4, 16)] == [10, 10, 5, 4]
 
 
 # ---- pieces --------------------------------------------------------------------------------------

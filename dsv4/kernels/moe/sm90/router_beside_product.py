@@ -162,6 +162,7 @@ class RouterBesideProduct:
         if self.is_last(router, views, own_set, self.set_ctas):
             self.choose(router.lists, views, own_set)
             if cutlass.const_expr(self.sets == 1):
+                cute.arch.sync_threads()
                 self.sort(router.lists, views, group_tokens)
             else:
                 if self.is_last(router, views, Int32(self.sets), self.sets):
@@ -268,17 +269,15 @@ class RouterBesideProduct:
         if token < tokens:
             scores, own_ids = views.scores[None, warp], views.own_ids[token, None]
             self.select.select(lists, scores, bias, own_ids, token, token < live)
-        cute.arch.sync_threads()
 
     @cute.jit
     def gather(self, lists: Lists, views: SelectSmem) -> None:
-        """Experts of all sets' tokens into shared memory."""
+        """Experts of all sets' tokens into shared memory, each by the thread that reads it."""
         thread, pairs = cute.arch.thread_idx()[0], lists.ids.shape[0] * self.routing.top_k
         if thread < pairs:
             layout = cute.make_layout(self.select.own_pairs)
             found = cute.make_tensor(lists.ids.iterator, layout)
             cute.make_tensor(views.own_ids.iterator, layout)[thread] = found[thread]
-        cute.arch.sync_threads()
 
     @cute.jit
     def sort(self, lists: Lists, views: SelectSmem, group_tokens: Int32) -> None:
