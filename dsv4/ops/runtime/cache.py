@@ -4,7 +4,8 @@
         <kernel>-<digest of key and sources>.o        the object
         <kernel>-<digest of key and sources>.json     what it is, and the checksum of the object
 
-The sources of a kernel are its module and all that this imports, directly or not.
+The sources of a kernel are its module and all that this imports, directly or not, without comments
+and docstrings.
 
 The root is $DSV4_CACHE_DIR or the user's cache folder. Writers hold a lock per object, and files
 appear by renaming: any number of processes may share a folder, also over a network.

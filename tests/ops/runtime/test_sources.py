@@ -66,9 +66,81 @@ def test_digest_follows_exactly_what_is_imported(package: Path, name: str) -> No
     before = digest()
     assert digest() == before
     path = package / name
-    path.write_text(path.read_text() + "# changed\n")
+    path.write_text(path.read_text() + "changed = 1\n")
     module = ".".join(["sample", *Path(name).with_suffix("").parts]).removesuffix(".__init__")
     assert (digest() != before) == (module in PART)
+
+
+CODE = '''"""A module."""
+
+import os
+
+
+class One:
+    """A class."""
+
+    places: int  # of something
+
+    def find(self, name="#", other=f"#{os.sep}#") -> str:
+        """A method,
+
+        # of several lines.
+        """
+        text = """first
+        # no comment~~~
+
+        last"""  # a comment
+        return (
+            "a#"  # one
+            "b"
+        ) + text + 'ä' + "#"
+'''.replace("~", " ")
+SAME = {
+    "comments": [
+        ("# of something", "# of another"),
+        ("# a comment", ""),
+        ("class", "# new\nclass"),
+    ],
+    "docstrings": [("A module.", "Another."), ("# of several lines.", "#"), ("A class.", "")],
+    "lines": [("import os\n", "import os   \n\n"), ("        return", "\n        return")],
+}
+OTHER = {
+    "code": [("places: int", "places: str"), ("import os", "import sys as os")],
+    "strings": [("a#", "a"), ('name="#"', 'name="##"'), ('+ "#"', '+ "# "'), ("#{os", "{os")],
+    "open strings": [
+        ("# no comment   ", "# no comment"),
+        ("   \n\n        last", "   \n        last"),
+    ],
+    "indents": [("        return", "    return")],
+}
+
+
+def digest_of(package: Path, text: str) -> str:
+    (package / "kernels" / "one.py").write_text(text)
+    return digest()
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_what_no_compiler_reads_changes_no_digest(package: Path, kind: str) -> None:
+    wanted = digest_of(package, CODE)
+    for old, new in SAME[kind]:
+        assert CODE.count(old) >= 1
+        assert digest_of(package, CODE.replace(old, new, 1)) == wanted, (old, new)
+
+
+@pytest.mark.parametrize("kind", OTHER)
+def test_code_and_what_strings_hold_change_the_digest(package: Path, kind: str) -> None:
+    wanted = digest_of(package, CODE)
+    for old, new in OTHER[kind]:
+        assert CODE.count(old) >= 1
+        assert digest_of(package, CODE.replace(old, new, 1)) != wanted, (old, new)
+
+
+def test_lines_count_where_they_are_compiled(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(sources.LINE_INFO, "1")
+    assert digest_of(package, CODE) != digest_of(package, "\n" + CODE)
 
 
 def test_a_missing_module_is_named(package: Path) -> None:
