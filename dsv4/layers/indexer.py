@@ -29,7 +29,7 @@ class Indexer(Module):
     Attributes:
         has_coded_queries: whether queries leave their projection as codes where it has an epilogue
             for them; else scores round a query in every CTA that takes its token up. The same
-            entries; which is faster: docs/design/decode_step.md, "Epilogues of a weight".
+            entries; which is faster: docs/design/linears.md, "Epilogues of a weight".
     """
 
     has_coded_queries = False

@@ -217,7 +217,7 @@ def choose_launch(tokens: int, entries: int, num_sms: int, rank: str = "bf16") -
     the most entries of one; scores in fp32 have two launches and a CTA a token.
 
     One launch has few CTAs of long lists, and no rest of an SM for the launches beside it where
-    tokens are many. Measured on an H200: docs/design/decode_step.md, "Indexer".
+    tokens are many. Measured on an H200: docs/design/indexer.md.
     """
     for most_tokens, most_entries, cluster in ONE_LAUNCHES:
         if rank == "bf16" and tokens <= most_tokens and entries <= most_entries:

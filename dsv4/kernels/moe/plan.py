@@ -414,7 +414,7 @@ MOST_BF16_TOKENS = {"bfloat16": (1, 128), "nvfp4": (1, 256)}
 # Most tokens of a launch for each of the first tilings.
 MOST_TOKENS = (1, 8, 128)
 # Most tokens of an expert, in the mean, for each of the others but the last: by times of Flash and
-# Pro, see docs/design/decode_step.md, "Many tokens of an expert".
+# Pro, see docs/design/experts.md, "Many tokens of an expert".
 MOST_MEAN_TOKENS = {"fp4": (10.5, 24, 54), "fp8": (6, 24)}
 # Tiles of gate and up of one token that the CTAs of a Hopper GPU take in one turn: more of them are
 # better off in the launch of both products, where CTAs that are ahead take what is left.

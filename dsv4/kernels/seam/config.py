@@ -30,8 +30,7 @@ PASS_COST, TOKEN_COST = 2.2, 0.3
 MAX_TOP_K = 31  # a warp looks at the experts of a token
 # Tokens up to which clusters take them, in one launch: in a layer, where a cluster waits for places
 # on 16 SMs at once, two launches of parts are faster from there on. Parts take one launch for so
-# many tokens of rows no wider than Flash's. Measured on an H200: docs/design/decode_step.md,
-# "Seams".
+# many tokens of rows no wider than Flash's. Measured on an H200: docs/design/seams.md.
 FEW_TOKENS = 8
 JOINED_TOKENS = range(33, 257)
 MIN_EPS = 1e-18

@@ -23,14 +23,14 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class _Source(NamedTuple):
-    """What a file imports, as nodes, and its code."""
+    """Imports of a file, as nodes, and its code."""
 
     imports: tuple[ast.Import | ast.ImportFrom, ...]
     code: bytes
 
 
 class _Span(NamedTuple):
-    """Bytes of a text: lines from 1 on, columns from 0 on."""
+    """Place of a part of a text, in bytes: lines from 1 on, columns from 0 on."""
 
     line: int
     column: int

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
 
 pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
 
-# Tokens, entries that each sees -> us of all launches (docs/design/decode_step.md).
+# Tokens, entries that each sees -> us of all launches (docs/design/indexer.md).
 MEASURED = {(1, 4096): 6.4, (4, 4096): 7.3, (16, 4096): 9.5, (1, 32768): 11.2}
 
 
