@@ -138,6 +138,23 @@ def test_the_gate_in_rounds_has_the_same_bits(seed, monkeypatch) -> None:
     assert all(torch.equal(other["out"], first["out"]) for other in others)
 
 
+@pytest.mark.slow
+def test_eight_tokens_find_room_where_sixteen_do_not(seed, monkeypatch) -> None:
+    """Beside the product's four CTAs there are SMs for one set of three CTAs of the gate."""
+    experts = importlib.import_module("dsv4.kernels.moe.sm90.experts")
+    monkeypatch.setattr(experts, "tilings", lambda config: plan.tilings(config)[:1])
+    target, launches = Simulator("sm_90a"), []
+    for tokens in (8, 13):
+        inputs = LayerInputs.make(replace(SMALL, tokens=tokens, hidden=2560, live=tokens), seed)
+        given = replace(inputs, has_codes=True)
+        make = partial(given.call_tiled, 0, Planned("sm_90a", 8))
+        kernels = OpKernels(MOE, target).compile(inputs.config)
+        outcome = run_all(target, kernels, make, seed, target.schedules[:1])
+        assert_layer_close(outcome, given)
+        launches.append(len(outcome.report.launches))
+    assert launches == [4, 5]
+
+
 def test_sections_of_the_scratch_do_not_overlap() -> None:
     config = MoeConfig(4096, 2048, 256, 6, form="packed")
     for tokens in (1, 7, 512, 513, 8192):

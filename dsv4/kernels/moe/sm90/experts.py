@@ -184,9 +184,10 @@ class ExpertsSm90:
         """Whether the whole router shares a launch with the shared expert's first product."""
         if not self.leading:
             return Boolean(False)
-        with_codes, without = (
-            router.serves(tokens, num_sms) for router in (self.leading[-1], self.rounding)
-        )
+        with_codes = Boolean(False)
+        for router in self.leading:
+            with_codes = with_codes | router.serves(tokens, num_sms)
+        without = self.rounding.serves(tokens, num_sms)
         return cutlass.select_(x_codes.shape[0] > 0, with_codes, without)
 
     @cute.jit
