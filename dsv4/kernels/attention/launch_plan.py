@@ -25,7 +25,7 @@ from dsv4.kernels.attention.split_kv import (
 
 TILE_HEADS = 64  # heads of a CTA, where heads are the M of the products
 SLICED_HEAD_DIM = 512  # whose columns two CTAs can halve
-FEW_CODED_SPLITS = 4  # of which a warp combines all columns of a group in one go: `SCALED_SIZES`
+FEW_CODED_SPLITS = 4  # up to which steps of Flash lose nothing where splits are combined into codes
 
 
 @dataclass(frozen=True)

@@ -34,17 +34,19 @@ SM_PIECES = 32
 # Fitted to measurements on an H200 of 1 to 64 tokens of 8 to 128 heads, as those of dense keys are,
 # which serve bf16 rows, too. A key tile of FP8 entries takes what its conversion takes.
 _H200 = launch_plan.H200
+# Of FP8 entries, fitted to what attention takes in steps of Flash of 2 to 24 requests with other
+# numbers of splits.
+_STEP = launch_plan.StepCosts(heads_m=2.4, apart=1.7)
 COSTS = {
     "bf16": _H200,
     "fp8": launch_plan.Costs(
         replace(_H200.heads_m, tile=2.65, sliced_tile=2.3),
         replace(_H200.swap_ab, tile=1.8, memory_tile=2.2),
+        _STEP,
     ),
 }
-# Of FP8 entries, fitted to what attention takes in steps of Flash of 2 to 24 requests with other
-# numbers of splits.
-STEP = launch_plan.StepCosts(heads_m=2.4, apart=1.7)
-CODES_STEP = replace(STEP, rows=4.4, wide=1.0)
+# Of launches whose rows become codes.
+CODES_COSTS = COSTS | {"fp8": replace(COSTS["fp8"], step=replace(_STEP, rows=4.4, wide=1.0))}
 
 
 def has_kernel(config: PagedFmhaConfig) -> bool:
@@ -120,9 +122,8 @@ def scalars(
         splits = _pieces(config, sizes, arch)
     else:
         size = (sizes["T"], sizes["k_c"], sizes["k_w"])
-        costs = COSTS.get(config.kv_format, _H200)
-        if config.kv_format == "fp8":
-            costs = replace(costs, step=CODES_STEP if config.rounds_output else STEP)
+        table = CODES_COSTS if config.rounds_output else COSTS
+        costs = table.get(config.kv_format, _H200)
         splits = launch_plan.num_splits(_dense(config), *size, num_sms, arch, costs)
         if config.num_splits is None and _fills_half(config, sizes["T"], num_sms):
             splits = 1

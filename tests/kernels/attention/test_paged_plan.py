@@ -85,7 +85,7 @@ def test_few_tokens_of_flash_meet_in_clusters(tokens, entries, expected) -> None
 
 
 def test_codes_of_many_tokens_come_of_few_splits() -> None:
-    """More than four splits are combined into codes in several goes, and swap-AB makes none."""
+    """A step of more than four splits, combined into codes, is slower; and swap-AB makes none."""
     config = replace(FLASH, rounds_output=True)
     assert [step_splits(config, 16, entries) for entries in (512, 256)] == [4, 3]
     assert bool(paged_plan.rounds_rows(config, 16, 4, SMS, "sm_90a"))
