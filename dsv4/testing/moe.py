@@ -368,7 +368,8 @@ def assert_experts_close(outcome: Outcome, inputs: Inputs) -> None:
     pairs, _ = group_pairs(ids, case.experts, 1)
     device = inputs.x.device
     rows = outcome["rows"].to(device)
-    h = Hidden.of(outcome, case, device)
+    begin = case.tokens * case.top_k
+    h = Hidden.of(outcome, case, device, slice(begin))
     x = inputs.x
     found = rows.new_zeros(rows.shape[:2], dtype=torch.bool)
     positions = torch.arange(len(pairs), device=device)
@@ -385,10 +386,9 @@ def assert_experts_close(outcome: Outcome, inputs: Inputs) -> None:
         _check_products(of_expert, rows[at], x[at[0]], inputs.routed, expert, factors, case.limit)
         found[at] = True
     live = case.num_live
-    begin = case.tokens * case.top_k
+    h = Hidden.of(outcome, case, device, slice(begin, begin + live))
     ones = torch.ones(live, 1, dtype=torch.float64, device=device)
-    own = torch.arange(begin, begin + live, device=device)
-    _check_products(h.first(own), rows[:live, -1], x[:live], inputs.shared, None, ones, case.limit)
+    _check_products(h, rows[:live, -1], x[:live], inputs.shared, None, ones, case.limit)
     found[:live, -1] = True
     total = torch.zeros(case.tokens, case.hidden, device=device)
     for slot in range(case.top_k + 1):

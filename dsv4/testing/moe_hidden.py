@@ -38,15 +38,16 @@ class Hidden:
     scales: Tensor | None
 
     @classmethod
-    def of(cls, outcome: Outcome, case: Case, device: torch.device) -> Hidden:
-        """What a launch has left, but for rows in NVFP4."""
-        if not case.is_tiled:
-            return cls(outcome["h"].to(device), None)
+    def of(cls, outcome: Outcome, case: Case, device: torch.device, rows: slice) -> Hidden:
+        """Rows as a launch has left them, but for those in NVFP4: on Hopper codes where it has
+        written none of these poisoned rows in bf16."""
+        if not case.is_tiled and not outcome["h"][rows].isnan().all():
+            return cls(outcome["h"][rows].to(device), None)
         codes = outcome["h_codes"].to(device).double()
         shape = len(codes), case.inner // K_BLOCK
         scales = outcome["h_scale"].flatten().view(torch.uint8)[: shape[0] * shape[1]]
         scales = scales.view(torch.float8_e8m0fnu).view(shape).to(device).double()
-        return cls(codes * scales.repeat_interleave(K_BLOCK, 1), scales)
+        return cls((codes * scales.repeat_interleave(K_BLOCK, 1))[rows], scales[rows])
 
     def first(self, rows: Tensor) -> Hidden:
         """Some rows."""

@@ -203,16 +203,14 @@ def assert_layer_close(outcome: Outcome, inputs: LayerInputs, is_model: bool = F
     device = inputs.inputs.x.device
     routed = replace(inputs.inputs, ids=ids.to(device), weights=weights.to(device))
     h_rows = tokens * (k + 1)
-    if case.is_tiled:
-        blocks = case.inner // K_BLOCK
-        h = {
-            "h_codes": found("h_codes", torch.float8_e4m3fn, h_rows, case.inner),
-            "h_scale": found("h_scale", torch.uint8, h_rows, blocks),
-        }
-        if case.rounds_to_nvfp4:
-            h |= _packed(found, inputs)
-    else:
-        h = {"h": found("h", torch.bfloat16, h_rows, case.inner)}
+    h = {
+        "h_codes": found("h_codes", torch.float8_e4m3fn, h_rows, case.inner),
+        "h_scale": found("h_scale", torch.uint8, h_rows, case.inner // K_BLOCK),
+    }
+    if case.rounds_to_nvfp4:
+        h |= _packed(found, inputs)
+    elif not case.is_tiled:
+        h["h"] = found("h", torch.bfloat16, h_rows, case.inner)
     steps = {
         **h,
         "rows": found("rows", torch.bfloat16, tokens, k + 1, case.hidden),

@@ -7,8 +7,8 @@ order, then slices. So the bits of a token depend on neither the number of token
 
 Both operands go from global memory to registers in 16-byte vectors: k may be permuted within a
 chain, and a lane's eight neighbouring elements are two fragments of either operand. A quad so holds
-128 elements of a token, which are one group of FP8 quantisation: CTAs of the first experts also
-write its codes and its scale, those of the last ones NVFP4 codes and scales where they are wanted.
+128 elements of a token, which are one group of FP8 quantisation: CTAs of some experts also write
+its codes and its scale, those of the last ones NVFP4 codes and scales where they are wanted.
 
 Weights are loaded before `griddepcontrol.wait`.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.kit import pdl, quant
@@ -117,10 +117,12 @@ class Gate:
                         load_activations(
                             tensors.x, token + TOKEN_TILE, k_block, words[None, None, 1 - tile % 2]
                         )
+                    # A CTA of each tile of experts has codes of some tiles of tokens.
+                    writes_codes = expert_tile == tile % cute.arch.grid_dim()[0]
                     self.add_slice(
                         tensors, sums[None, None, None, (s * tiles + tile) % 2], weights,
                         words[None, None, tile % 2], totals[None, tile], token, k_block,
-                        expert_tile, warp,
+                        writes_codes, warp,
                     )  # fmt: skip
                     if cutlass.const_expr(self.config.packs):  # noqa: SIM102 static
                         if expert_tile == cute.arch.grid_dim()[0] - 1:
@@ -147,14 +149,14 @@ class Gate:
         total: cute.Tensor,
         first_token: Int32,
         k_block: Int32,
-        expert_tile: Int32,
+        writes_codes: Boolean,
         warp: Int32,
     ) -> None:
         """total += the sums of a slice, of this thread's expert and two tokens."""
         lane = cute.arch.lane_idx()
         store_sums(weights, words, sums[None, None, warp])
         if cutlass.const_expr(self.config.quantizes):  # noqa: SIM102 static
-            if expert_tile == 0:
+            if writes_codes:
                 store_codes(tensors, words, first_token + lane // 4, k_block, lane % 4)
         cute.arch.sync_threads()
         thread = cute.arch.thread_idx()[0]

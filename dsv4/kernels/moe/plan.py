@@ -49,8 +49,9 @@ class Tiling:
         alone_tokens: of a tile of the shared expert's first product, in a launch of its own.
         shared_tokens: of a tile of its second one, beside the routed: all tokens pass it, and each
             of its tiles reads all of its weights.
-        has_codes: whether the second product gets codes of h, from a launch between: with many
-            tokens of an expert, each of its tiles would quantise them again.
+        rounds: whether the second product gets codes of h, those of routed rows from the first one,
+            whose tiles have whole groups of their channels: with many tokens of an expert, each of
+            its tiles would quantise them again.
         warpgroups: of consumers, each with 64 rows of a tile: tall tiles load their activations
             once for more rows, small ones spread over more SMs.
         ctas_per_sm: several, so that the next launch's CTAs fill their rings while this one ends;
@@ -67,7 +68,7 @@ class Tiling:
     tokens: int
     alone_tokens: int
     shared_tokens: int
-    has_codes: bool = False
+    rounds: bool = False
     warpgroups: int = 2
     ctas_per_sm: int = 2
     stages: int = 4
@@ -190,7 +191,7 @@ class ProductPlan(RingPlan):
     @classmethod
     def down(cls, config: ExpertsConfig, tiling: Tiling, lanes_per_warp: int) -> ProductPlan:
         """Of w2, of all experts."""
-        source = Source.CODES if tiling.has_codes else Source.BFLOAT16
+        source = Source.CODES if tiling.rounds else Source.BFLOAT16
         return cls(
             config.inner, config.hidden, config.hidden // (2 * PANEL_ROWS * tiling.warpgroups),
             config.expert_dtype, config.scale_form, tiling, source, True, True, lanes_per_warp,
@@ -258,6 +259,17 @@ class ProductPlan(RingPlan):
         return self.source in (Source.TOKENS, Source.BFLOAT16_TOKENS)
 
     @property
+    def rounds(self) -> bool:
+        """Whether it leaves codes, and scales of each 128 channels."""
+        return self.is_gated and self.largest > 0
+
+    @property
+    def largest(self) -> int:
+        """Magnitudes of a tile's columns, one of each warp of consumers, where h is rounded."""
+        is_rounded = self.has_routed and self.tiling.rounds
+        return self.tiling.tokens * self.warps["consumers"].count * is_rounded
+
+    @property
     def quantizes(self) -> bool:
         """Whether activations become codes on their way into the ring."""
         return self.source in (Source.BFLOAT16, Source.BFLOAT16_TOKENS)
@@ -323,6 +335,8 @@ class ProductPlan(RingPlan):
             # [stage, k block of the stage, panel], of FP8 weights
             Buffer("block_scale", "Float32", stages * self.block_scales, 8),
             *((Buffer("board", "Int32", BOARD_STAGES * BOARD_WORDS, 16),) * self.tiling.is_joint),
+            # [column, warp of consumers]
+            *((Buffer("largest", "Float32", self.largest, 16),) * (self.largest > 0)),
             *self._barriers(stages).split_buffers,
         )
 
@@ -348,6 +362,7 @@ class ProductPlan(RingPlan):
         tiling = self.tiling
         assert all(kind.tokens % FEWEST_COLUMNS == 0 for kind in self.kinds), tiling
         assert all(self.x_rows % kind.x_rows == 0 for kind in self.kinds), tiling
+        assert not self.rounds or self.panels * PANEL_ROWS == K_BLOCK, tiling
         assert self.stages >= ACTIVATION_WARPS, (
             f"{tiling}: K {self.in_features} has {self.stages} stages"
         )
@@ -370,14 +385,14 @@ def tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
     """Tilings of the kernels, by the tokens of a tile."""
     if config.expert_dtype in BF16_DTYPES:
         return bf16_tilings(config)
-    # Tiles of 256 rows: activations are loaded once for all of them.
+    # Tiles of 256 rows: activations are loaded once for all of them, and groups of h are whole.
     has_tall = config.hidden % (8 * PANEL_ROWS) == 0
     tall = {"warpgroups": 4, "ctas_per_sm": 1, "stages": 6} if has_tall else {}
     return (
         Tiling(8, 8, 8, warpgroups=1, ctas_per_sm=3, stages=3),
         Tiling(8, 8, 8, stages=3, is_joint=True),
         Tiling(8, 32, 32, is_joint=True, **tall),
-        Tiling(16, 64, 32, has_codes=True, reads_once=False, **tall),
+        Tiling(16, 64, 32, rounds=has_tall, is_joint=True, reads_once=False, **tall),
         # Decoding FP4 keeps two CTAs an SM busy, as long as accumulators leave them registers.
         *([_wide(32, ctas_per_sm=2)] if config.expert_dtype == "fp4" else []),
         _wide(64),
@@ -388,8 +403,7 @@ def tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
 def _wide(tokens: int, ctas_per_sm: int = 1) -> Tiling:
     """Of tiles whose tokens a launch before gathers."""
     return Tiling(
-        tokens, tokens, tokens, has_codes=True, ctas_per_sm=ctas_per_sm, stages=8,
-        reads_once=False, is_wide=True,
+        tokens, tokens, tokens, ctas_per_sm=ctas_per_sm, stages=8, reads_once=False, is_wide=True,
     )  # fmt: skip
 
 

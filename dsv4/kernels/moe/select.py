@@ -24,6 +24,7 @@ from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.pointers import pointer_at
+from dsv4.kernels.kit.scan import sums_before
 from dsv4.kernels.moe.routing import (
     GROUP_WORDS,
     SELECT_WARPS,
@@ -39,9 +40,8 @@ LAST_ID = 1 << 30  # sorts behind every expert
 FULL_MASK = 0xFFFFFFFF
 BATCH = 8  # loads of a thread under way in the sort
 BOARD_WORDS = 2  # of a warp
-COMPARED = 16  # pairs that a thread compares its own with at a time
-PLACE_BITS = 7  # of a pair's key: its place among all, below its expert
-NO_KEY = 0xFFFFFFFF  # above every other
+WORD_BITS = 32
+SUM_BITS = 16  # of a sum of rows, below that of entries, in a word
 SOFTPLUS_THRESHOLD = 20.0
 
 
@@ -67,6 +67,7 @@ class SelectSmem(NamedTuple):
 
     scores: cute.Tensor  # [expert, warp]
     counts: cute.Tensor  # the same place: scores are of no more use where the sort begins
+    bits: cute.Tensor  # [expert, word]: one for each pair of the CTA's tokens
     board: cute.Tensor
     # ids of the CTA's tokens: where there is no other CTA, the sort reads no global memory.
     own_ids: cute.Tensor
@@ -94,7 +95,7 @@ class Select:
         self.warps = warps
         self.own_tokens = warps if own_tokens is None else own_tokens
         self.threads = 32 * warps
-        assert self.own_pairs <= min(1 << PLACE_BITS, self.threads), own_tokens
+        assert self.own_pairs <= self.threads, own_tokens
         self.takes_several = takes_several
 
     @cute.jit
@@ -118,15 +119,20 @@ class Select:
 
     @property
     def smem_bytes(self) -> int:
-        """Of shared memory: scores, sums of the sort, ids, and whether the CTA is the last."""
-        words = self.warps * (self.config.experts + BOARD_WORDS)
+        """Of shared memory: scores, bits of pairs, sums of the sort, ids, and whether the CTA is
+        the last."""
+        words = self.warps * BOARD_WORDS + (self.warps + self.bit_words) * self.config.experts
         return 4 * (words + self.own_pairs + 1)
 
     @property
     def own_pairs(self) -> int:
-        """Room for ids of the tokens that a CTA sorts alone."""
-        pairs = self.own_tokens * self.config.top_k
-        return -(-pairs // COMPARED) * COMPARED
+        """Pairs of the tokens that a CTA sorts alone."""
+        return self.own_tokens * self.config.top_k
+
+    @property
+    def bit_words(self) -> int:
+        """Words with a bit for each of these pairs."""
+        return -(-self.own_pairs // WORD_BITS)
 
     def views(self, storage: cute.Pointer) -> SelectSmem:
         """Views of `smem_bytes` of shared memory."""
@@ -135,12 +141,23 @@ class Select:
         scores = cute.make_tensor(cute.recast_ptr(storage, dtype=Float32), by_expert)
         counts = cute.make_tensor(words, by_expert)
         words += self.warps * self.config.experts
+        by_word = cute.make_layout((self.config.experts, self.bit_words))
+        bits = cute.make_tensor(cute.recast_ptr(words, dtype=Uint32), by_word)
+        words += self.bit_words * self.config.experts
         board = cute.make_tensor(words, cute.make_layout((self.warps, BOARD_WORDS)))
         words += self.warps * BOARD_WORDS
         shape = (self.own_tokens, self.config.top_k)
         own_ids = cute.make_tensor(words, cute.make_layout(shape, stride=(self.config.top_k, 1)))
         is_last = cute.make_tensor(words + self.own_pairs, cute.make_layout(1))
-        return SelectSmem(scores, counts, board, own_ids, is_last)
+        return SelectSmem(scores, counts, bits, board, own_ids, is_last)
+
+    @cute.jit
+    def clear(self, bits: cute.Tensor) -> None:
+        """Set the bits of all pairs to 0, for `sort_few` behind a barrier of the CTA."""
+        thread = cute.arch.thread_idx()[0]
+        words = cute.make_tensor(bits.iterator, cute.make_layout(cute.size(bits)))
+        for i in cutlass.range(thread, cute.size(bits), self.threads, unroll=1):
+            words[i] = Uint32(0)
 
     @cute.jit
     def run(
@@ -157,6 +174,7 @@ class Select:
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(thread // 32)
         pdl.launch_dependents()
+        self.clear(views.bits)
         # The bias is not an output of the launch before.
         bias = None
         if cutlass.const_expr(not config.is_hashed):
@@ -180,7 +198,7 @@ class Select:
         cute.arch.sync_threads()
         if is_last[0] != 0:
             if ctas == 1:
-                self.sort_few(lists, views.counts, own_ids, group_tokens, live)
+                self.sort_few(lists, views, own_ids, group_tokens, live)
             else:
                 self.sort(lists, views.counts, views.board, group_tokens, live)
 
@@ -266,51 +284,65 @@ class Select:
 
     @cute.jit
     def sort_few(
-        self, lists: Lists, heads: cute.Tensor, own_ids: cute.Tensor, group_tokens: Int32,
-        live: Int32,
-    ) -> None:  # fmt: skip
-        """Write `pairs`, `groups` and `counts` of one CTA's tokens: each thread has a pair, and
-        compares its key, which orders by expert and then by token, with all others.
+        self, lists: Lists, views: SelectSmem, ids: cute.Tensor, group_tokens: Int32, live: Int32
+    ) -> None:
+        """Write `pairs`, `groups` and `counts` of one CTA's tokens: a thread sets the bit of a pair
+        in the words of its expert, whose thread finds them there in their order.
 
         Args:
-            heads: in shared memory; becomes the key of each pair that begins a group.
+            ids: with rows behind each other.
         """
+        config, bits = self.config, views.bits
         thread = cute.arch.thread_idx()[0]
-        total = lists.ids.shape[0] * self.config.top_k
-        padded = cute.ceil_div(total, COMPARED) * COMPARED
-        layout = cute.make_layout(self.own_pairs)
-        ids = cute.make_tensor(own_ids.iterator, layout)
-        keys = cute.make_tensor(cute.recast_ptr(own_ids.iterator, dtype=Uint32), layout)
-        heads = cute.make_tensor(cute.recast_ptr(heads.iterator, dtype=Uint32), layout)
-        expert = Int32(NO_EXPERT)
-        if thread < total:
-            expert = ids[thread]
-        # The key takes the place of what its thread has read.
-        own = key_of(expert, thread)
-        if thread < padded:
-            keys[thread] = own
+        flat = cute.make_tensor(ids.iterator, cute.make_layout(self.own_pairs))
+        if thread < lists.ids.shape[0] * config.top_k:
+            expert = flat[thread]
+            if expert >= 0:
+                word = bits.iterator + (thread // WORD_BITS * config.experts + expert)
+                cute.arch.atomic_or(word, Uint32(1) << (thread % WORD_BITS))
         cute.arch.sync_threads()
-        place, below, up_to = Int32(0), Int32(0), Int32(0)
-        if thread < padded:
-            bounds = own, key_of(expert, 0), key_of(expert + 1, 0)
-            place, below, up_to = count_below(keys, padded, *bounds)
-        rank, rows = place - below, up_to - below
-        is_head = (expert >= 0) & (rank % group_tokens == 0)
-        if expert >= 0:
-            lists.pairs[place] = thread
-        if thread < padded:
-            heads[thread] = cutlass.select_(is_head, own, Uint32(NO_KEY))
-        cute.arch.sync_threads()
-        entry, entries = Int32(0), Int32(0)
-        if thread < padded:
-            entry, entries = count_below(heads, padded, own, Uint32(NO_KEY))
-        if is_head:
-            group = (expert, place, cutlass.min(rows - rank, group_tokens), 0)
+        scanned = -(-config.experts // self.threads)
+        words = cute.make_rmem_tensor((self.bit_words, scanned), Uint32)
+        words.fill(0)
+        counts = cute.make_rmem_tensor(scanned, Int32)
+        counts.fill(0)
+        sums = Int32(0)
+        for i in cutlass.range_constexpr(scanned):
+            own = thread * scanned + i
+            if own < config.experts:
+                for word in cutlass.range_constexpr(self.bit_words):
+                    words[word, i] = bits[own, word]
+            for word in cutlass.range_constexpr(self.bit_words):
+                counts[i] += Int32(cute.arch.popc(words[word, i]))
+            sums += counts[i] + (cute.ceil_div(counts[i], group_tokens) << SUM_BITS)
+        before, total = sums_before(sums, views.board[None, 0])
+        if thread == 0:
+            lists.counts[0] = total >> SUM_BITS
+            lists.counts[1] = live
+        row, entry = before & ((1 << SUM_BITS) - 1), before >> SUM_BITS
+        for i in cutlass.range_constexpr(scanned):
+            entry = self._store_groups(
+                lists, thread * scanned + i, row, counts[i], entry, group_tokens
+            )
+            for word in cutlass.range_constexpr(self.bit_words):
+                left = words[word, i]
+                while left != 0:
+                    lists.pairs[row] = word * WORD_BITS + lowest_bit(left)
+                    left &= left - 1
+                    row += 1
+
+    @cute.jit
+    def _store_groups(
+        self, lists: Lists, expert: Int32, row: Int32, count: Int32, entry: Int32,
+        group_tokens: Int32,
+    ) -> Int32:  # fmt: skip
+        """Write the groups of an expert's pairs, from `entry` on; returns the next one."""
+        for start in cutlass.range(0, count, group_tokens, unroll=1):
+            group = (expert, row + start, cutlass.min(count - start, group_tokens), 0)
             for word in cutlass.range_constexpr(GROUP_WORDS):
                 lists.groups[entry, word] = Int32(group[word])
-        if thread == 0:
-            lists.counts[0] = entries
-            lists.counts[1] = live
+            entry += 1
+        return entry
 
     @cute.jit
     def sort(
@@ -369,11 +401,7 @@ class Select:
             lists.counts[0] = entry + entries
             lists.counts[1] = live
         for i in cutlass.range_constexpr(scanned):
-            for start in cutlass.range(0, found[i], group_tokens, unroll=1):
-                group = (first + i, row + start, cutlass.min(found[i] - start, group_tokens), 0)
-                for word in cutlass.range_constexpr(GROUP_WORDS):
-                    lists.groups[entry, word] = Int32(group[word])
-                entry += 1
+            entry = self._store_groups(lists, first + i, row, found[i], entry, group_tokens)
             if first + i < config.experts:
                 for warp in cutlass.range_constexpr(self.warps):
                     count = counts[first + i, warp]
@@ -470,27 +498,9 @@ def table_entry(lists: Lists, token: Int32, slot: Int32, experts: int) -> Int32:
 # ---- sort ------------------------------------------------------------------------------------
 
 
-def key_of(expert: Int32, place: Int32) -> Uint32:
-    """Key of a pair; NO_KEY without an expert."""
-    key = Uint32(expert) * Uint32(1 << PLACE_BITS) + Uint32(place)
-    return cutlass.select_(expert < 0, Uint32(NO_KEY), key)
-
-
-@cute.jit
-def count_below(keys: cute.Tensor, count: Int32, *bounds: Uint32) -> list[Int32]:
-    """How many of the first keys in shared memory, of a multiple of COMPARED, are below each of
-    some bounds."""
-    found = [Int32(0) for _ in bounds]
-    for start in cutlass.range(0, count, COMPARED, unroll=1):
-        others = cute.make_rmem_tensor(COMPARED, Uint32)
-        for i in cutlass.range_constexpr(0, COMPARED, VECTOR):
-            source = keys.iterator + cute.assume(start + i, divby=VECTOR)
-            source = cute.make_tensor(source.align(16), cute.make_layout(VECTOR))
-            cute.autovec_copy(source, cute.make_tensor(others.iterator + i, source.layout))
-        for i in cutlass.range_constexpr(COMPARED):
-            for b in cutlass.range_constexpr(len(bounds)):
-                found[b] += cutlass.select_(others[i] < bounds[b], Int32(1), Int32(0))
-    return found
+def lowest_bit(word: Uint32) -> Int32:
+    """Place of the lowest bit of a word that has some."""
+    return Int32(cute.arch.clz(cute.arch.brev(word)))
 
 
 @cute.jit

@@ -236,8 +236,10 @@ def test_every_barrier_and_fence_is_reached(seed) -> None:
     outcomes = []
     for i, tiling in enumerate(tilings(simulator, config)):
         launches = [inputs]
-        if tiling.has_codes:
-            launches = many if tiling.is_wide else [several.first(n) for n in (80, 76, 70)]
+        if tiling.is_wide:
+            launches = many
+        elif tiling.rounds:
+            launches = [inputs, *(several.first(n) for n in (80, 76, 70))]
         for own in launches:
             call = own.experts_call(i, FEW_SMS, tiling.tokens)
             outcomes.append(simulator.run(compiled, call))

@@ -65,6 +65,19 @@ def test_products_of_a_launch_have_the_same_shared_memory_and_barriers(config) -
         assert up.barriers.empty_arrivals("board") == 4 * tiling.warpgroups + 3
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_tiles_with_whole_groups_of_h_leave_codes(config) -> None:
+    """Of routed rows: 64 rows of each of four warpgroups are 128 channels of gate and of up."""
+    for tiling in (tiling for tiling in tilings(config) if not tiling.is_wide):
+        shared, routed, down = plans_of(config, tiling)
+        assert routed.rounds == tiling.rounds
+        assert tiling.warpgroups == 4 or not tiling.rounds
+        assert not shared.rounds and not down.rounds
+        assert down.quantizes != routed.rounds
+        # A magnitude of each column from each of 16 warps.
+        assert routed.largest == down.largest == (16 * tiling.tokens if routed.rounds else 0)
+
+
 def test_a_ring_has_a_stage_for_every_activation_warp() -> None:
     """A warp that skips a phase of a stage could not tell its parity from the one before."""
     with pytest.raises(AssertionError, match="has 2 stages"):

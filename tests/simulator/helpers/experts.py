@@ -22,11 +22,11 @@ from tests.simulator.helpers.subjects import FEW_SMS, SEED, Subject, run_of_call
 RAW = 40  # exponents of a row's FP4 groups: further apart than those of FP8 codes
 # Three tiles of tokens, one of them of a single expert, on one SM: rings wrap.
 EXPERTS = moe.Case(11, 256, 384, 4, 2, one_expert=True, has_missing=True, live=10)
-# Tilings: a launch for each product, one launch for both, the same with tall tiles; codes of h by a
-# launch between the products.
+# Tilings: a launch for each product; one launch for both; the same with tall tiles, which leave
+# codes of h, of up to 8 tokens and up to 16.
 APART, JOINT, TALL, CODED = range(4)
 # Where CTAs share the tiles out, they wait for h.
-EXPERTS_SMS = {APART: (1,), JOINT: (8, 1), TALL: (8, 1), CODED: (1,)}
+EXPERTS_SMS = {APART: (1,), JOINT: (8, 1), TALL: (8, 1), CODED: (8, 1)}
 # Stages of tall tiles are long; tiles of more than eight tokens have code of their own.
 CASES = {
     TALL: replace(EXPERTS, hidden=512),

@@ -26,7 +26,7 @@ class Operands(NamedTuple):
     """Tensors of a product. `a` and `b` are the rows g and g + 8 of fragments: gate and up, or rows
     of one weight."""
 
-    x: cute.Tensor  # codes [T, K], or bf16 rows that are quantised on the way [P + T, K]
+    x: cute.Tensor  # codes [T, K], or rows [P + T, K]: codes, or bf16 quantised on the way
     x_scale: cute.Tensor  # [T, K / 128] E8M0 bytes of codes
     a: cute.Tensor  # prepared routed weights
     a_scale: cute.Tensor
@@ -42,6 +42,7 @@ class Operands(NamedTuple):
     pairs: cute.Tensor  # [P]
     weights: cute.Tensor  # [T, k]
     y: cute.Tensor  # written
+    y_scale: cute.Tensor | None = None  # E8M0 bytes of each 128 elements, where y are codes
     global_scales: cute.Tensor | None = None  # [3, E] of w1, w3, w2: of NVFP4
 
 
@@ -143,6 +144,7 @@ class Smem:
     x_scale: cute.Pointer  # fp32 [stage, k block of the stage, token]
     block_scale: cute.Pointer  # fp32 [stage, k block of the stage, panel]
     board: cute.Pointer | None  # int32 [stage, word], of joint products
+    largest: cute.Tensor | None  # fp32 [warp of consumers, column], where h is rounded
     x_bf16_tiles: dict[int, cute.Tensor]  # as `x_tiles`, in bf16
 
 
@@ -243,10 +245,18 @@ def allocate(plan: ProductPlan) -> tuple[Smem, Pipelines]:
         x_scale=storage.x_scale.data_ptr(),
         block_scale=storage.block_scale.data_ptr(),
         board=storage.board.data_ptr() if plan.tiling.is_joint else None,
+        largest=_largest(storage, plan) if plan.largest else None,
     )
     names = [edge.name for edge in plan.barriers.edges]
     edges = {name: mbarrier.pipeline(plan.barriers, storage, name) for name in names}
     return smem, Pipelines(edges)
+
+
+def _largest(storage, plan: ProductPlan) -> cute.Tensor:
+    """Magnitudes [warp of consumers, column]."""
+    warps = plan.warps["consumers"].count
+    layout = cute.make_layout((warps, plan.largest // warps))
+    return cute.make_tensor(storage.largest.data_ptr(), layout)
 
 
 def bf16_tiles(start: cute.Pointer, count: int, tokens: int) -> cute.Tensor:

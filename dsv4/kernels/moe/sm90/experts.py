@@ -27,7 +27,7 @@ from dsv4.kernels.moe.routing import MOST_RUNS, ROUTER_TOKENS, TOKEN_TILE, Routi
 from dsv4.kernels.moe.select import Select
 from dsv4.kernels.moe.select_many import SelectMany
 from dsv4.kernels.moe.sm90.context import Operands
-from dsv4.kernels.moe.sm90.epilogue import Rows, SwiGlu
+from dsv4.kernels.moe.sm90.epilogue import RoundedSwiGlu, Rows, SwiGlu
 from dsv4.kernels.moe.sm90.joint_products import JointProducts
 from dsv4.kernels.moe.sm90.product import GroupedProduct, ProductBesideSelection
 from dsv4.kernels.moe.sm90.router_beside_product import RouterBesideProduct, RouterTensors
@@ -88,7 +88,8 @@ class ExpertsSm90:
     ) -> GroupedProduct:
         config = self.config
         plan = ProductPlan.gate_and_up(config, tiling, is_shared, self.lanes_per_warp, source)
-        epilogue = SwiGlu(plan.panels, config.top_k, config.limit)
+        kind = RoundedSwiGlu if plan.rounds else SwiGlu
+        epilogue = kind(plan.panels, config.top_k, config.limit)
         return GroupedProduct(plan, epilogue, config.top_k)
 
     @cute.jit
@@ -158,16 +159,18 @@ class ExpertsSm90:
                     shared.launch(up, stream, num_sms)
                 else:
                     self._select(i, up, selection, stream, num_sms)
-                has_codes = second.plan.source is Source.CODES
-                down = down_operands(tensors, has_codes, live_tokens)
+                first, down = up, down_operands(tensors, routed.plan.rounds, live_tokens)
+                if cutlass.const_expr(routed.plan.rounds):
+                    first = up._replace(y=tensors.h_codes, y_scale=tensors.h_scale_bytes)
+                    own = (
+                        rows_from(rows, tensors.pairs.shape[0])
+                        for rows in (tensors.h, tensors.h_codes, tensors.h_scale_bytes)
+                    )
+                    self.quantizer.launch(*own, stream, num_sms)
                 if cutlass.const_expr(joint is not None):
-                    joint.launch(up, down, tensors.taken, stream, num_sms)
+                    joint.launch(first, down, tensors.taken, stream, num_sms)
                 else:
-                    routed.launch(up, stream, num_sms)
-                    if cutlass.const_expr(has_codes):
-                        self.quantizer.launch(
-                            tensors.h, tensors.h_codes, tensors.h_scale_bytes, stream, num_sms
-                        )
+                    routed.launch(first, stream, num_sms)
                     second.launch(down, stream, num_sms)
 
     @cute.jit
@@ -278,6 +281,13 @@ def down_operands(tensors: ExpertTensors, has_codes: bool, live_tokens: cute.Ten
         live_tokens, tensors.groups, tensors.counts, tensors.pairs, tensors.weights,
         cute.make_tensor(tensors.rows.iterator, layout),
     )  # fmt: skip
+
+
+def rows_from(rows: cute.Tensor, first: Int32) -> cute.Tensor:
+    """Rows from one on."""
+    start = rows.iterator + Int64(first) * rows.stride[0]
+    shape = (rows.shape[0] - first, rows.shape[1])
+    return cute.make_tensor(start, cute.make_layout(shape, stride=rows.stride))
 
 
 def gathered_of(tensors: ExpertTensors) -> Gathered:

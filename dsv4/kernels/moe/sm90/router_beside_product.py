@@ -158,16 +158,16 @@ class RouterBesideProduct:
         own_set, rank = cta // self.set_ctas, cta % self.set_ctas
         views = self.select.views(storage + self.select_start)
         pdl.launch_dependents()
+        self.select.clear(views.bits)
         self.add_logits(router, storage, rank, own_set)
         if self.is_last(router, views, own_set, self.set_ctas):
             self.choose(router.lists, views, own_set)
             if cutlass.const_expr(self.sets == 1):
                 cute.arch.sync_threads()
-                self.sort(router.lists, views, group_tokens)
+                self.sort(router.lists, views, views.own_ids, group_tokens)
             else:
                 if self.is_last(router, views, Int32(self.sets), self.sets):
-                    self.gather(router.lists, views)
-                    self.sort(router.lists, views, group_tokens)
+                    self.sort(router.lists, views, router.lists.ids, group_tokens)
 
     @cute.jit
     def is_last(
@@ -271,16 +271,11 @@ class RouterBesideProduct:
             self.select.select(lists, scores, bias, own_ids, token, token < live)
 
     @cute.jit
-    def gather(self, lists: Lists, views: SelectSmem) -> None:
-        """Experts of all sets' tokens into shared memory, each by the thread that reads it."""
-        thread, pairs = cute.arch.thread_idx()[0], lists.ids.shape[0] * self.routing.top_k
-        if thread < pairs:
-            layout = cute.make_layout(self.select.own_pairs)
-            found = cute.make_tensor(lists.ids.iterator, layout)
-            cute.make_tensor(views.own_ids.iterator, layout)[thread] = found[thread]
+    def sort(self, lists: Lists, views: SelectSmem, ids: cute.Tensor, group_tokens: Int32) -> None:
+        """The list of pairs.
 
-    @cute.jit
-    def sort(self, lists: Lists, views: SelectSmem, group_tokens: Int32) -> None:
-        """The list of pairs."""
+        Args:
+            ids: of all sets' tokens, with rows behind each other.
+        """
         live = live_count(lists.live_tokens, lists.ids.shape[0])
-        self.select.sort_few(lists, views.counts, views.own_ids, group_tokens, live)
+        self.select.sort_few(lists, views, ids, group_tokens, live)

@@ -182,6 +182,7 @@ def allocate(plan: WidePlan) -> tuple[WideSmem, Pipelines]:
         x_scale=storage.x_scale.data_ptr(),
         block_scale=None,
         board=None,
+        largest=None,
         x_bf16_tiles={},
         staged=None if plan.is_gated else storage.staged.data_ptr(),
         places=None if plan.is_gated else storage.places.data_ptr(),
