@@ -23,6 +23,8 @@ BY_ROW = Case(3, 256, 384, 4, 2, is_row_packed=True)
 # Tiles of more than one kind, and groups that begin at odd places.
 MANY = Case(41, 256, 384, 4, 2, one_expert=True, live=40)
 MANY_BY_ROW = replace(MANY, is_row_packed=True)
+# Tall tiles have long stages, of which a tile has several.
+TALL = replace(MANY, hidden=512)
 
 
 class Bug(NamedTuple):
@@ -35,13 +37,19 @@ class Bug(NamedTuple):
     @property
     def edits(self) -> tuple[Edit, Edit]:
         """With the tilings in question: others take as long to compile."""
-        return (ONLY_WIDE if self.tiling == WIDE else FIRST), self.edit
+        return ALONE.get(self.tiling, FIRST), self.edit
 
 
 JOINT = 1  # the tiling whose products are one launch
+ROUNDED = 3  # the one whose first product leaves codes of h
 WIDE = -1  # the tiling of many tokens
 FIRST = at("ExpertsSm90.__init__").expression("tilings(config)").replace("tilings(config)[:2]")
-ONLY_WIDE = at("ExpertsSm90.__init__").expression("tilings(config)").replace("tilings(config)[-1:]")
+ALONE = {
+    tiling: at("ExpertsSm90.__init__")
+    .expression("tilings(config)")
+    .replace(f"tilings(config){part}")
+    for tiling, part in ((ROUNDED, "[3:4]"), (WIDE, "[-1:]"))
+}
 BUGS: dict[str, Bug] = {
     "a full stage not waited for": Bug(at("Consumers._tile").call("ring.wait").delete()),
     "a stage never released": Bug(at("Consumers._tile").call("ring.release").delete()),
@@ -110,6 +118,31 @@ BUGS: dict[str, Bug] = {
     "a tile of the second product taken first": Bug(
         at("TileList.find").expression("ticket < up_tiles").replace("ticket >= 2 * up_tiles"),
         tiling=JOINT,
+    ),
+    "the magnitude of half of a group's channels": Bug(
+        at("RoundedSwiGlu._amax").expression("(1, 2)").replace("(1,)"),
+        TALL,
+        ROUNDED,
+    ),
+    "the magnitudes of some warps alone": Bug(
+        at("RoundedSwiGlu._amax").expression("quad * count").replace("0"),
+        TALL,
+        ROUNDED,
+    ),
+    "the scale of another column stored": Bug(
+        at("RoundedSwiGlu.store").expression("Uint8(scale[n])").replace("Uint8(scale[0])"),
+        TALL,
+        ROUNDED,
+    ),
+    "codes of another pair of channels": Bug(
+        at("RoundedSwiGlu.store").expression("2 * quad").replace("2 * (quad ^ 1)"),
+        TALL,
+        ROUNDED,
+    ),
+    "the shared expert's rows rounded from another one on": Bug(
+        at("rows_from").expression("Int64(first)").replace("Int64(first + 1)"),
+        TALL,
+        ROUNDED,
     ),
     "signs of the other half": Bug(
         at("decode_fp4").expression("word << 4").replace("word"),
@@ -206,8 +239,8 @@ def noticed(build: Callable, case: Case, seed: int, tiling: int = 0) -> bool:
         compiled = simulator.compile(build, case.config)
         chosen = tilings(case.config)[tiling]
         group_tokens = chosen.tokens
-        # Alone, the tiling of many tokens is the first; its CTAs come in pairs.
-        number, sms = (0, 2) if chosen.is_wide else (tiling, FEW_SMS)
+        # Alone, a tiling is the first. CTAs of that of many tokens come in pairs.
+        number, sms = 0 if tiling in ALONE else tiling, 2 if chosen.is_wide else FEW_SMS
         outcome = run_all(
             simulator, compiled, lambda: inputs.experts_call(number, sms, group_tokens), seed
         )
@@ -239,6 +272,7 @@ def test_bug_is_noticed(tmp_path: Path, name: str, seed: int) -> None:
     ("tiling", "case"),
     [
         *((tiling, case) for tiling in (0, JOINT) for case in (CASE, RAW, BY_ROW)),
+        (ROUNDED, TALL),
         *((WIDE, case) for case in (MANY, MANY_BY_ROW)),
     ],
     ids=str,

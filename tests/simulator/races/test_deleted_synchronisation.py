@@ -162,12 +162,6 @@ BOARD = (
 )
 FIRST_TILE = "of the first tile: the board is empty"
 ZEROS = "zeros: the CTA's barrier tells every warp of them, and consumers fence before products"
-# Of three launches of products, too, and of what rounds h between them; down copies codes.
-CODED = {
-    **EXPERTS,
-    ("griddepcontrol.launch_dependents", "kernel"): (2, f"of the codes and the sum: {LAUNCH}"),
-    ("fence.proxy", "clear"): (3, ZEROS),
-}
 JOINT = {
     ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
     ("griddepcontrol.launch_dependents", "run"): (1, LAUNCH),
@@ -254,7 +248,7 @@ KERNELS = {
         JOINT,
     ),
     "joint experts, tall tiles": (partial(experts.experts, experts.TALL), TALL),
-    "experts, codes of h": (partial(experts.experts, experts.CODED), CODED),
+    "joint experts, codes of h": (partial(experts.experts, experts.CODED), TALL),
     "router, many tokens": (experts.router_of_many, ROUTER_MANY),
     "router, many tokens, Blackwell": (partial(experts.router_of_many, "sm_100a"), ROUTER_MANY),
     # A slice's blocks but the last, and the last one.

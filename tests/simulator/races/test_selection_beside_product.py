@@ -41,7 +41,7 @@ REDUNDANT: Listed = {
 ONE_BATCH = "of a warp's further pairs: here one batch has them; test_router_mutations has two"
 ONE_CTA = "of tokens that one CTA has: here there are four; test_router_mutations has such a launch"
 UNREACHED: Listed = {
-    ("bar.sync", "sort_few"): (2, ONE_CTA),
+    ("bar.sync", "sort_few"): (1, ONE_CTA),
     ("bar.warp", "count_pairs"): (1, ONE_BATCH),
     ("bar.warp", "next_place"): (2, ONE_BATCH),
 }

@@ -62,7 +62,6 @@ FP8_JOINT_HARMLESS = {
     **TALL_HARMLESS,
     ("mbarrier.arrive", "arrive_warp", "relaxed"): (2, READ_EARLIER),
 }
-CODED_HARMLESS = {**EXPERTS_HARMLESS, ("fence.proxy", "clear", "global"): (3, ZEROS)}
 
 
 # ---- linears, seam -------------------------------------------------------------------------------
@@ -104,6 +103,7 @@ SAMPLER_CUTS_HARMLESS = {
     **SAMPLER_HARMLESS,
     ("atom.shared", "__init__", "cluster"): (4, OF_ONE_CTA),
 }
+ROUTER_HARMLESS = {("atom.shared", "__init__", "cluster"): (1, OF_ONE_CTA)}
 ROUTER_MANY_HARMLESS = {
     ("barrier.cluster", "kernel", "relaxed"): (
         1,
@@ -130,9 +130,11 @@ KERNELS = {
     "joint experts, tall tiles": (
         partial(experts.experts, experts.TALL), TALL_HARMLESS, {},
     ),
-    "experts, codes of h": (partial(experts.experts, experts.CODED), CODED_HARMLESS, {}),
-    "router": (experts.router, {}, {}),
-    "router, Blackwell": (partial(experts.router, "sm_100a"), {}, {}),
+    "joint experts, codes of h": (
+        partial(experts.experts, experts.CODED), TALL_HARMLESS, {},
+    ),
+    "router": (experts.router, ROUTER_HARMLESS, {}),
+    "router, Blackwell": (partial(experts.router, "sm_100a"), ROUTER_HARMLESS, {}),
     "router, many tokens": (experts.router_of_many, ROUTER_MANY_HARMLESS, {}),
     "router, many tokens, Blackwell": (
         partial(experts.router_of_many, "sm_100a"), ROUTER_MANY_HARMLESS, {},
