@@ -30,7 +30,7 @@ EXPERTS_SMS = {APART: (1,), JOINT: (8, 1), TALL: (8, 1), CODED: (8, 1)}
 # Stages of tall tiles are long; tiles of more than eight tokens have code of their own.
 CASES = {
     TALL: replace(EXPERTS, hidden=512),
-    CODED: replace(EXPERTS, tokens=19, live=18, hidden=512),
+    CODED: replace(EXPERTS, tokens=19, live=18, hidden=512, has_missing=False),
 }
 # By tokens and tiling. All tiles that a CTA of the gate takes, two slices one after the other, a
 # last CTA of the selection that sorts for all, in two batches a warp; and one that has all tokens.

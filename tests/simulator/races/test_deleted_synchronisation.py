@@ -194,6 +194,16 @@ TALL = {
     for place, reason in JOINT.items()
     if place not in (("mbarrier.try_wait", "load_tile"), ("mbarrier.try_wait", "_copy"))
 }
+# Also of what rounds the shared expert's h.
+CODED = {
+    **TALL,
+    ("griddepcontrol.launch_dependents", "kernel"): (3, LAUNCH),
+    ("bar.sync", "_meet"): (
+        1,
+        "before the next tile's magnitudes, which no launch here stores so early, in one of two "
+        "kinds of tiles",
+    ),
+}
 # As it does in FP8.
 READ_EARLIER = (
     "behind consumers' reads of a tile on the board, first and further ones: before the load warp "
@@ -248,7 +258,7 @@ KERNELS = {
         JOINT,
     ),
     "joint experts, tall tiles": (partial(experts.experts, experts.TALL), TALL),
-    "joint experts, codes of h": (partial(experts.experts, experts.CODED), TALL),
+    "joint experts, codes of h": (partial(experts.experts, experts.CODED), CODED),
     "router, many tokens": (experts.router_of_many, ROUTER_MANY),
     "router, many tokens, Blackwell": (partial(experts.router_of_many, "sm_100a"), ROUTER_MANY),
     # A slice's blocks but the last, and the last one.
