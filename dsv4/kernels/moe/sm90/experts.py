@@ -88,8 +88,8 @@ class ExpertsSm90:
     ) -> GroupedProduct:
         config = self.config
         plan = ProductPlan.gate_and_up(config, tiling, is_shared, self.lanes_per_warp, source)
-        kind = RoundedSwiGlu if plan.rounds else SwiGlu
-        epilogue = kind(plan.panels, config.top_k, config.limit)
+        epilogue_type = RoundedSwiGlu if plan.rounds else SwiGlu
+        epilogue = epilogue_type(plan.panels, config.top_k, config.limit)
         return GroupedProduct(plan, epilogue, config.top_k)
 
     @cute.jit
