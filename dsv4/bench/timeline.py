@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 OTHERS = "other kernels"
 OURS = re.compile(r"dsv4kernels(?P<name>\w+?)_object_at")
 LAYERS_SHOWN = 2  # in the lower half of the picture
-ROUTERS = ("Gate", "GateMany", "RouterBesideProduct")  # every layer launches one of them
+# Every layer launches one of them.
+ROUTERS = ("Gate", "GateMany", "RouterBesideProduct", "RouterWithinProduct")
 
 
 class Bar(NamedTuple):

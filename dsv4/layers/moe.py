@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dsv4.kernels.moe.routing import ROUTER_TOKENS
+from dsv4.kernels.moe.config import BF16_DTYPES
+from dsv4.kernels.moe.routing import MOST_ROUTED
 from dsv4.layers.experts import Experts, SharedExpert
 from dsv4.layers.linear import Rounded
 from dsv4.layers.module import Module
@@ -99,7 +100,8 @@ class MoE(Module):
 
     def takes_codes(self, tokens: int) -> bool:
         """Whether FP8 codes of so many tokens are of use, beside the tokens themselves."""
-        return self.form in FORMS["sm_90a"] and tokens <= ROUTER_TOKENS
+        reads = self.experts.weights.dtype_name not in BF16_DTYPES
+        return reads and self.form in FORMS["sm_90a"] and tokens <= MOST_ROUTED
 
     def prepare(self) -> None:
         """Bring the weights into the order of this device's kernels, where it has some for them.

@@ -246,10 +246,9 @@ def test_a_timeline_names_kernels_and_shows_layers(tmp_path) -> None:
     ]
     assert timeline.window(found) == (25.0, 65.0)
     assert timeline.window(found[:2]) == (0.0, 17.0)
-    beside = [
-        bar._replace(kernel=bar.kernel.replace("Gate", "RouterBesideProduct")) for bar in found
-    ]
-    assert timeline.window(beside) == timeline.window(found)
+    for router in timeline.ROUTERS[1:]:
+        others = [bar._replace(kernel=bar.kernel.replace("Gate", router)) for bar in found]
+        assert timeline.window(others) == timeline.window(found)
     with pytest.raises(ValueError, match="no kernels"):
         timeline.bars([{"cat": "cpu_op"}])
 

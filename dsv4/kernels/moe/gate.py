@@ -181,13 +181,18 @@ def products(weights: cute.Tensor, words: cute.Tensor, m: int) -> tuple:
 @cute.jit
 def store_sums(weights: cute.Tensor, words: cute.Tensor, sums: cute.Tensor) -> None:
     """sums[column, pair] = a part's sums of 32 experts and 8 tokens."""
-    lane = cute.arch.lane_idx()
     for m in cutlass.range_constexpr(M_TILES):
-        found = products(weights, words, m)
-        for half in cutlass.range_constexpr(2):
-            row = m * M_TILE + half * 8 + lane // 4
-            for column in cutlass.range_constexpr(2):
-                sums[column, row * 4 + lane % 4] = found[2 * half + column]
+        store_product(products(weights, words, m), m, sums)
+
+
+@cute.jit
+def store_product(found: tuple, m: Int32 | int, sums: cute.Tensor) -> None:
+    """sums[column, pair] of product `m` of a tile's experts, from this lane's fragment."""
+    lane = cute.arch.lane_idx()
+    for half in cutlass.range_constexpr(2):
+        row = m * M_TILE + half * 8 + lane // 4
+        for column in cutlass.range_constexpr(2):
+            sums[column, row * 4 + lane % 4] = found[2 * half + column]
 
 
 def added_parts(sums: cute.Tensor) -> Float32:
@@ -213,11 +218,17 @@ def load_weights(
     weight: cute.Tensor, expert_tile: Int32, piece: Int32, warp: Int32, target: cute.Tensor
 ) -> None:
     """target[word, 8 rows, chunk] = this lane's elements of the warp's part of a slice."""
+    load_rows(weight, expert_tile * EXPERT_TILE, piece * SLICE_PARTS + warp, target)
+
+
+@cute.jit
+def load_rows(weight: cute.Tensor, first: Int32, k_block: Int32, target: cute.Tensor) -> None:
+    """target[word, 8 rows, chunk] = this lane's elements of a k block, of rows from `first` on."""
     lane = cute.arch.lane_idx()
-    for rows in cutlass.range_constexpr(2 * M_TILES):
-        row = expert_tile * EXPERT_TILE + rows * 8 + lane // 4
+    for rows in cutlass.range_constexpr(target.shape[1]):
+        row = first + rows * 8 + lane // 4
         for c in cutlass.range_constexpr(CHUNKS):
-            offset = piece * SLICE + warp * PART + c * CHUNK + lane % 4 * 8
+            offset = k_block * PART + c * CHUNK + lane % 4 * 8
             load_vector(weight, row, offset, target[None, rows, c])
 
 

@@ -104,7 +104,7 @@ class MoeLayer:
             packed = PackedTokens(of_x, at["packed_whole"], global_scales)
             packed_h = PackedRows(at["packed_h"], at["packed_h_scales"])
             tensors = tensors._replace(packed=packed)
-        leads = self.expert_kernels.leads(Int32(tokens), x_codes, num_sms)
+        leads = self.expert_kernels.leads(Int32(tokens), tiling, x_codes, num_sms)
         has_codes = leads & (x_codes.shape[0] > 0)
         codes, scales = one_of(has_codes, x_codes, codes), one_of(has_codes, x_scale, scales)
         lists = Lists(

@@ -36,7 +36,7 @@ ARGS = (
     Out("out", "T D", "out_dtype", align=16),
     InOut("scratch", "bytes", "uint8", align=64),
     OptIn("live_tokens", "L", "int32"),
-    # Of x, for up to `ROUTER_TOKENS` tokens: the router then takes no launch of its own.
+    # Of x, for up to `MOST_ROUTED` tokens: the router then takes no launch of its own.
     OptIn("x_codes", "T D", "float8_e4m3fn", align=16),
     OptIn("x_scale", "T g", "float8_e8m0fnu"),
     Workspace(),

@@ -362,7 +362,7 @@ class ProductPlan(RingPlan):
         tiling = self.tiling
         assert all(kind.tokens % FEWEST_COLUMNS == 0 for kind in self.kinds), tiling
         assert all(self.x_rows % kind.x_rows == 0 for kind in self.kinds), tiling
-        assert not self.rounds or self.panels * PANEL_ROWS == K_BLOCK, tiling
+        assert not self.rounds or (tiling.is_joint and self.panels * PANEL_ROWS == K_BLOCK), tiling
         assert self.stages >= ACTIVATION_WARPS, (
             f"{tiling}: K {self.in_features} has {self.stages} stages"
         )

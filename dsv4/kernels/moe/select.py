@@ -31,6 +31,7 @@ from dsv4.kernels.moe.routing import (
     VECTOR,
     RoutingConfig,
 )
+from dsv4.kernels.moe.team import Team
 
 NEAREST = RoundingMode.NEAREST_EVEN
 SIGN = 1 << 31
@@ -82,6 +83,7 @@ class Select:
         takes_several: whether a warp takes more than one token where there are fewer CTAs than
             `ctas`: at least two of them, since one sorts the tokens of its warps alone.
         own_tokens: of which a CTA keeps the ids, so that it sorts them alone; default one a warp.
+        team: the threads of these warps, where a CTA has others, too.
     """
 
     def __init__(
@@ -90,9 +92,12 @@ class Select:
         warps: int = SELECT_WARPS,
         takes_several: bool = False,
         own_tokens: int | None = None,
+        team: Team | None = None,
     ):
         self.config = config
         self.warps = warps
+        self.team = Team(32 * warps) if team is None else team
+        assert self.team.threads == 32 * warps, team
         self.own_tokens = warps if own_tokens is None else own_tokens
         self.threads = 32 * warps
         assert self.own_pairs <= self.threads, own_tokens
@@ -344,6 +349,81 @@ class Select:
             entry += 1
         return entry
 
+    def masks_bytes(self, tokens: int) -> int:
+        """Of shared memory that `sort_some` has for so many tokens."""
+        words = -(-tokens // WORD_BITS) * self.config.experts
+        return 4 * (2 * words + self.warps * BOARD_WORDS)
+
+    @cute.jit
+    def sort_some(
+        self,
+        lists: Lists,
+        storage: cute.Pointer,
+        most_tokens: cutlass.Constexpr,
+        group_tokens: Int32,
+        live: Int32,
+    ) -> None:
+        """Write `pairs`, `groups` and `counts` of up to `most_tokens` tokens of all CTAs: a thread
+        sets the bit of a pair's token in a word of its expert, and finds the pair's place by the
+        bits below it. A token has an expert once.
+
+        Args:
+            storage: `masks_bytes` of shared memory.
+        """
+        config, team = self.config, self.team
+        experts, top_k = config.experts, config.top_k
+        assert most_tokens * top_k <= BATCH * team.threads, most_tokens
+        thread, tokens = team.thread(), lists.ids.shape[0]
+        size = -(-most_tokens // WORD_BITS) * experts
+        # Both [word, expert]: bits of tokens, and the place of the first of these.
+        masks, places = (cute.recast_ptr(storage, dtype=Int32) + i * size for i in range(2))
+        board = cute.make_tensor(places + size, cute.make_layout((self.warps, BOARD_WORDS)))
+        words = cute.ceil_div(tokens, WORD_BITS)
+        ids = load_every(lists.ids, top_k, thread, tokens * top_k, team.threads)
+        for i in cutlass.range(thread, words * experts, team.threads, unroll=1):
+            (masks + i).store(Int32(0))
+        team.meet()
+        for i in cutlass.range_constexpr(BATCH):
+            if ids[i] >= 0:
+                word, bit = self._word_and_bit(thread + i * team.threads, ids[i])
+                cute.arch.atomic_or(masks + word, bit)
+        team.meet()
+        scanned = -(-experts // team.threads)
+        counts = cute.make_rmem_tensor(scanned, Int32)
+        counts.fill(0)
+        rows, entries = Int32(0), Int32(0)
+        for i in cutlass.range_constexpr(scanned):
+            own = thread * scanned + i
+            if own < experts:
+                for word in cutlass.range(words, unroll=1):
+                    counts[i] += Int32(cute.arch.popc((masks + (word * experts + own)).load()))
+            rows += counts[i]
+            entries += cute.ceil_div(counts[i], group_tokens)
+        row, entry = exclusive_sums(rows, entries, board, team)
+        if thread == team.threads - 1:
+            lists.counts[0] = entry + entries
+            lists.counts[1] = live
+        for i in cutlass.range_constexpr(scanned):
+            own = thread * scanned + i
+            entry = self._store_groups(lists, own, row, counts[i], entry, group_tokens)
+            if own < experts:
+                for word in cutlass.range(words, unroll=1):
+                    (places + (word * experts + own)).store(row)
+                    row += Int32(cute.arch.popc((masks + (word * experts + own)).load()))
+        team.meet()
+        for i in cutlass.range_constexpr(BATCH):
+            if ids[i] >= 0:
+                pair = thread + i * team.threads
+                word, bit = self._word_and_bit(pair, ids[i])
+                below = (masks + word).load() & (bit - 1)
+                lists.pairs[(places + word).load() + Int32(cute.arch.popc(below))] = pair
+
+    def _word_and_bit(self, pair: Int32, expert: Int32) -> tuple[Int32, Int32]:
+        """Index of the word that a pair's token has a bit in, and that bit."""
+        token = pair // self.config.top_k
+        word = token // WORD_BITS * self.config.experts + expert
+        return word, Int32(1) << (token % WORD_BITS)
+
     @cute.jit
     def sort(
         self,
@@ -355,11 +435,11 @@ class Select:
     ) -> None:
         """Write `pairs`, `groups` and `counts`."""
         config = self.config
-        thread = cute.arch.thread_idx()[0]
+        thread = self.team.thread()
         warp = cute.arch.make_warp_uniform(thread // 32)
         for i in cutlass.range(thread, config.experts * self.warps, self.threads, unroll=1):
             counts[i % config.experts, i // config.experts] = Int32(0)
-        cute.arch.sync_threads()
+        self.team.meet()
         total = lists.ids.shape[0] * config.top_k
         run = cute.ceil_div(cute.ceil_div(total, self.warps), 32) * 32
         begin = warp * run
@@ -368,9 +448,9 @@ class Select:
         # A run of pairs that one batch holds is read once.
         held = load_ids(lists.ids, config.top_k, begin, end)
         count_run(lists, own, held, config.top_k, begin, end)
-        cute.arch.sync_threads()
+        self.team.meet()
         self.add_counts(lists, counts, board, group_tokens, live)
-        cute.arch.sync_threads()
+        self.team.meet()
         place_run(lists, own, held, config.top_k, begin, end)
 
     @cute.jit
@@ -384,7 +464,7 @@ class Select:
     ) -> None:
         """counts[expert, warp] = first place of a warp's pairs of an expert; write `groups`."""
         config = self.config
-        thread = cute.arch.thread_idx()[0]
+        thread = self.team.thread()
         scanned = -(-config.experts // self.threads)
         first = thread * scanned
         found = cute.make_rmem_tensor(scanned, Int32)
@@ -396,7 +476,7 @@ class Select:
                     found[i] += counts[first + i, warp]
             rows += found[i]
             entries += cute.ceil_div(found[i], group_tokens)
-        row, entry = exclusive_sums(rows, entries, board)
+        row, entry = exclusive_sums(rows, entries, board, self.team)
         if thread == self.threads - 1:
             lists.counts[0] = entry + entries
             lists.counts[1] = live
@@ -529,11 +609,17 @@ def arrive(arrivals: cute.Tensor, ctas: Int32) -> Boolean:
 @cute.jit
 def load_ids(ids: cute.Tensor, top_k: int, start: Int32, end: Int32) -> cute.Tensor:
     """Experts of this lane's pairs, every 32nd from `start`; NO_EXPERT past `end`."""
+    return load_every(ids, top_k, start + cute.arch.lane_idx(), end, 32)
+
+
+@cute.jit
+def load_every(ids: cute.Tensor, top_k: int, first: Int32, end: Int32, step: int) -> cute.Tensor:
+    """Experts of every `step`-th pair from `first`, a batch; NO_EXPERT past `end`."""
     found = cute.make_rmem_tensor(BATCH, Int32)
     found.fill(NO_EXPERT)
     flat = cute.make_tensor(ids.iterator, cute.make_layout(ids.shape[0] * top_k))
     for i in cutlass.range_constexpr(BATCH):
-        pair = start + i * 32 + cute.arch.lane_idx()
+        pair = first + i * step
         if pair < end:
             found[i] = flat[pair]
     return found
@@ -603,9 +689,11 @@ def next_place(places: cute.Tensor, expert: Int32) -> Int32:
 
 
 @cute.jit
-def exclusive_sums(rows: Int32, entries: Int32, board: cute.Tensor) -> tuple[Int32, Int32]:
-    """Sums of both over the threads of the CTA before this one."""
-    thread = cute.arch.thread_idx()[0]
+def exclusive_sums(
+    rows: Int32, entries: Int32, board: cute.Tensor, team: Team
+) -> tuple[Int32, Int32]:
+    """Sums of both over the threads of a team before this one."""
+    thread = team.thread()
     lane, warp = thread % 32, thread // 32
     row_sum, entry_sum = rows, entries
     for step in cutlass.range_constexpr(5):
@@ -617,7 +705,7 @@ def exclusive_sums(rows: Int32, entries: Int32, board: cute.Tensor) -> tuple[Int
     if lane == 31:
         board[warp, 0] = row_sum
         board[warp, 1] = entry_sum
-    cute.arch.sync_threads()
+    team.meet()
     row, entry = row_sum - rows, entry_sum - entries
     for other in cutlass.range_constexpr(board.shape[0] - 1):
         if other < warp:

@@ -31,6 +31,7 @@ from dsv4.kernels.moe.select import (
     load_ids,
     place_run,
 )
+from dsv4.kernels.moe.team import Team
 
 WARPS = SELECT_WARPS
 THREADS = 32 * WARPS
@@ -182,7 +183,7 @@ class SortRuns:
                     found[i] += sums[first + i, ALL, part]
             rows += found[i]
             entries += cute.ceil_div(found[i], group_tokens)
-        row, entry = exclusive_sums(rows, entries, board)
+        row, entry = exclusive_sums(rows, entries, board, Team(THREADS))
         if run == 0 and thread == THREADS - 1:
             lists.counts[0] = entry + entries
             lists.counts[1] = live_count(lists.live_tokens, lists.ids.shape[0])

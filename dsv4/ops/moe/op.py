@@ -15,7 +15,7 @@ from dsv4.kernels.moe import plan as plans
 from dsv4.kernels.moe.config import BF16_DTYPES, FOLDED_FORMS, K_BLOCK
 from dsv4.kernels.moe.layer_args import ARGS, values
 from dsv4.kernels.moe.layer_config import MoeConfig
-from dsv4.kernels.moe.routing import COUNTER_WORDS, MAX_TOKENS, ROUTER_TOKENS, gate_tiling
+from dsv4.kernels.moe.routing import COUNTER_WORDS, MAX_TOKENS, MOST_ROUTED, gate_tiling
 from dsv4.kernels.moe.scratch import scratch_bytes
 from dsv4.kernels.moe.sm100 import plan as blackwell_plans
 from dsv4.ops.aliasing import check_given
@@ -160,7 +160,7 @@ class Moe(KernelOp):
 
     def workspace_size(self, config: MoeConfig, sizes: Sizes, scalars: tuple[int, ...]) -> int:
         """Counters of few tokens' launches."""
-        return COUNTER_WORDS if sizes["T"] <= ROUTER_TOKENS else 0
+        return COUNTER_WORDS if sizes["T"] <= MOST_ROUTED else 0
 
     def max_workspace_size(self, config: MoeConfig, rows: int, device: Device) -> int:
         return COUNTER_WORDS
@@ -304,7 +304,8 @@ def moe(
             anything, and their results are 0.
         x_codes: [T, D] float8_e4m3fn, and
         x_scale: [T, D / 128] float8_e8m0fnu: x as `quantize_e4m3` rounds it, where that is known.
-            Up to 16 tokens, Hopper's kernels then spare a launch; nothing else looks at them.
+            Up to 256 tokens, Hopper's kernels of FP4 and FP8 experts then spare a launch; nothing
+            else looks at them.
         out: [T, D] to write into; default a new tensor.
         out_dtype: bfloat16 or float32; default that of `out`, else of x.
         combine: False where the reader takes rows, too: kernels then leave the last sum to it.

@@ -92,7 +92,7 @@ BUGS: dict[str, Bug] = {
         tiling=APART,
     ),
     "apart: columns without a token never cleared": Bug(
-        at("GroupedProduct.run").call("self.activations.clear").delete(), tiling=APART
+        at("GroupedProduct.initialise").call("self.activations.clear").delete(), tiling=APART
     ),
 }
 

@@ -83,7 +83,7 @@ BUGS: dict[str, Bug] = {
         at("Consumers._blocks").call("warpgroup.wait_group").delete(),
     ),
     "columns without a token never cleared": Bug(
-        at("GroupedProduct.run").call("self.activations.clear").delete(),
+        at("GroupedProduct.initialise").call("self.activations.clear").delete(),
     ),
     "columns of joint products never cleared": Bug(
         at("JointProducts.kernel").call("self.down.activations.clear").delete(),

@@ -17,7 +17,7 @@ from dsv4.kernels.moe.layout import PANEL_ROWS
 from dsv4.kernels.moe.scratch import scratch_bytes, sections
 from dsv4.ops.moe.op import MOE, PLANS
 from dsv4.ops.runtime.backend import Device as Planned
-from dsv4.testing.harness import Device, Outcome, Simulator, Target, run_all, simulator
+from dsv4.testing.harness import Call, Device, Outcome, Simulator, Target, run_all, simulator
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.moe import Case
 from dsv4.testing.moe_layer import LayerInputs, assert_layer_close, layer_config
@@ -109,6 +109,69 @@ def test_router_beside_the_first_product_has_the_same_bits(
         beside = found(replace(inputs, has_codes=has_codes), None)
         assert torch.equal(beside["out"], plain["out"]), has_codes
         assert not beside.scratch["workspace"].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tokens", "tiling", "is_hashed"),
+    [(19, 2, True), (37, 3, False), (70, 2, False)],
+    ids=["few tiles", "codes of h", "turns"],
+)
+def test_router_within_the_first_product_has_the_same_bits(
+    target, tokens, tiling, is_hashed, seed
+) -> None:
+    """Five units of the gate on five SMs, and turns of them on two; padding is NaN, and a table
+    lists experts twice."""
+    if target.arch != "sm_90a":
+        pytest.skip("Blackwell's kernels have no such launch")
+    case = replace(SMALL, tokens=tokens, hidden=2560, live=tokens - 2)
+    inputs = LayerInputs.make(case, seed, is_hashed=is_hashed)
+    inputs.table[::3, 1] = inputs.table[::3, 0]
+    kernels = OpKernels(MOE, target).compile(inputs.config)
+
+    def found(inputs: LayerInputs, schedules: int | None, sms: int) -> Outcome:
+        device = Planned(target.arch, sms)
+        call = lambda: inputs.call_tiled(tiling, device).to(target.device)
+        return run_all(target, kernels, call, seed, target.schedules[:schedules])
+
+    # Without codes of the tokens gate and selection are launches of their own.
+    plain = found(inputs, 1, SM_90A.num_sms)
+    assert_layer_close(plain, inputs)
+    given = replace(inputs, has_codes=True)
+    for sms in (5, 2):
+        within = found(given, None, sms)
+        assert torch.equal(within["out"], plain["out"]), sms
+        assert not within.scratch["workspace"].any()
+        if within.report is not None:
+            assert len(within.report.launches) == len(plain.report.launches) - 1
+
+
+@pytest.mark.slow
+def test_the_last_cta_chooses_for_those_that_do_not_wait(seed, monkeypatch) -> None:
+    """Where no other CTA runs beside it a CTA leaves its tokens; then every block of the router
+    runs, under one schedule or another."""
+    experts, within = (
+        importlib.import_module(f"dsv4.kernels.moe.sm90.{name}")
+        for name in ("experts", "router_within_product")
+    )
+    monkeypatch.setattr(experts, "tilings", lambda config: plan.tilings(config)[2:3])
+    monkeypatch.setattr(within, "MAX_POLLS", 1)
+    target = Simulator("sm_90a")
+    inputs = LayerInputs.make(replace(SMALL, tokens=37, hidden=1024, live=35), seed)
+    given = replace(inputs, has_codes=True)
+    kernels = OpKernels(MOE, target).compile(inputs.config)
+
+    def make() -> Call:
+        call = given.call_tiled(2, Planned("sm_90a", 4))
+        # The tiling is the only one that is compiled.
+        call.options.update(tiling=0)
+        return call
+
+    outcome = run_all(target, kernels, make, seed, target.schedules)
+    assert_layer_close(outcome, given)
+    assert not outcome.scratch["workspace"].any()
+    (coverage,) = (one for one in outcome.report.coverage if "RouterWithinProduct" in one.kernel)
+    assert coverage.complete, coverage.missed
 
 
 @pytest.mark.slow

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
 from dsv4.simulator.ptx.entry import Instruction
 from dsv4.simulator.ptx.parser import parse_module
 from tests.simulator.helpers.mutations import (
@@ -161,6 +163,8 @@ def shared_out(function: Callable, items: Sequence) -> Iterator[tuple]:
             return taken.value - 1
 
     def work() -> None:
+        # Torch's threads do not survive a fork: a worker would wait for them for ever.
+        torch.set_num_threads(1)
         while (i := take()) < len(items):
             try:
                 done.put((i, function(items[i]), None))

@@ -77,8 +77,8 @@ class Kernel(NamedTuple):
 def apart(commits: int, waits: int, copies: int) -> Listed:
     """Of two launches: gate and up of routed experts; gate and up of the shared one, or down."""
     return {
-        ("griddepcontrol.launch_dependents", "run"): (2, LAUNCH),
-        ("fence.mbarrier_init", "run"): (2, ZEROS_FENCED),
+        ("griddepcontrol.launch_dependents", "take_role"): (2, LAUNCH),
+        ("fence.mbarrier_init", "initialise"): (2, ZEROS_FENCED),
         ("fence.proxy", "clear"): (2, ZEROS),
         ("bar.warp", "load_stage"): (4, EXPECTED_LATE),
         ("bar.warp", "arrive_warp"): (copies, COPIES),

@@ -135,7 +135,7 @@ EXPECTED_LATE = (
 # Of the three launches of products; the first two read no h.
 EXPERTS = {
     ("griddepcontrol.launch_dependents", "kernel"): (1, f"of the sum: {LAUNCH}"),
-    ("griddepcontrol.launch_dependents", "run"): (3, LAUNCH),
+    ("griddepcontrol.launch_dependents", "take_role"): (3, LAUNCH),
     ("griddepcontrol.wait", "load"): (3, "reads weights and lists, which no launch here writes"),
     ("griddepcontrol.wait", "compute"): (
         3,
@@ -143,7 +143,7 @@ EXPERTS = {
         "not touch",
     ),
     ("griddepcontrol.wait", "fill"): (2, "reads x and lists, which no launch here writes"),
-    ("fence.mbarrier_init", "run"): (3, ZEROS_FENCED),
+    ("fence.mbarrier_init", "initialise"): (3, ZEROS_FENCED),
     ("fence.proxy", "clear"): (
         3,
         "zeros: the CTA's barrier tells every warp of them, and the fence behind a stage's codes, "
@@ -164,7 +164,7 @@ FIRST_TILE = "of the first tile: the board is empty"
 ZEROS = "zeros: the CTA's barrier tells every warp of them, and consumers fence before products"
 JOINT = {
     ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
-    ("griddepcontrol.launch_dependents", "run"): (1, LAUNCH),
+    ("griddepcontrol.launch_dependents", "take_role"): (1, LAUNCH),
     ("griddepcontrol.wait", "load"): (2, "reads weights and lists, which no launch here writes"),
     ("griddepcontrol.wait", "compute"): (
         2,
@@ -176,7 +176,7 @@ JOINT = {
         "of the first launch: reads x and lists; of the second: the load warp has waited for the "
         "launch before, whose h this reads, before it shows a tile on the board",
     ),
-    ("fence.mbarrier_init", "run"): (1, ZEROS_FENCED),
+    ("fence.mbarrier_init", "initialise"): (1, ZEROS_FENCED),
     ("fence.mbarrier_init", "kernel"): (1, ZEROS_FENCED),
     ("fence.proxy", "clear"): (2, ZEROS),
     ("bar.warp", "load_stage"): (5, EXPECTED_LATE),
@@ -198,11 +198,6 @@ TALL = {
 CODED = {
     **TALL,
     ("griddepcontrol.launch_dependents", "kernel"): (3, LAUNCH),
-    ("bar.sync", "_meet"): (
-        1,
-        "before the next tile's magnitudes, which no launch here stores so early, in one of two "
-        "kinds of tiles",
-    ),
 }
 # As it does in FP8.
 READ_EARLIER = (

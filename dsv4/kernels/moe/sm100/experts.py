@@ -92,7 +92,7 @@ class ExpertsSm100:
         self.launch(tensors, None, None, stream, tiling, num_sms)
         self.combine.launch(rows, ids, counts, y, stream)
 
-    def leads(self, tokens: Int32, x_codes: cute.Tensor, num_sms: Int32) -> Boolean:
+    def leads(self, tokens: Int32, tiling: Int32, x_codes: cute.Tensor, num_sms: Int32) -> Boolean:
         """Whether the whole router shares a launch with a product: never."""
         return Boolean(False)
 

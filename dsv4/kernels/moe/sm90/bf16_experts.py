@@ -84,7 +84,7 @@ class Bf16Experts:
         product = self._gate_and_up(tiling, True, Source.BFLOAT16_TOKENS)
         return RouterBesideProduct(product, routing)
 
-    def leads(self, tokens: Int32, x_codes: cute.Tensor, num_sms: Int32) -> Boolean:
+    def leads(self, tokens: Int32, tiling: Int32, x_codes: cute.Tensor, num_sms: Int32) -> Boolean:
         """Whether the whole router shares a launch with the shared expert's first product; codes
         that are given are not read."""
         return Boolean(False) if self.router is None else self.router.serves(tokens, num_sms)

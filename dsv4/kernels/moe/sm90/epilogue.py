@@ -95,6 +95,8 @@ class RoundedSwiGlu(SwiGlu):
     of 128, a warp eight of them.
 
     The codes are those of the rounded bf16 values, as a launch that reads these makes them.
+    Magnitudes of the next tile take the places of this one's behind the barrier of all consumers
+    with which a joint launch publishes h.
     """
 
     @cute.jit
@@ -119,8 +121,6 @@ class RoundedSwiGlu(SwiGlu):
         for n in cutlass.range_constexpr(kind.column_groups):
             amax = self._amax(largest, n * 8 + lane // QUAD, quad)
             scale[n] = quant.e8m0_scale_e4m3(amax)
-        # The next tile's take their places.
-        self._meet(largest)
         channel = tile.row_tile * (self.panels * PANEL_ROWS) + warp * UNIT_ROWS + 2 * quad
         for n in cutlass.range_constexpr(kind.column_groups):
             column = n * 8 + lane // QUAD

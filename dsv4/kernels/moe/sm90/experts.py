@@ -23,7 +23,13 @@ from dsv4.kernels.moe.expert_tensors import ExpertTensors, Selection
 from dsv4.kernels.moe.gate_many import Gates
 from dsv4.kernels.moe.gather import Gathered, GatherTokens, QuantizeOrdered
 from dsv4.kernels.moe.plan import ProductPlan, Source, Tiling, tilings
-from dsv4.kernels.moe.routing import MOST_RUNS, ROUTER_TOKENS, TOKEN_TILE, RoutingConfig
+from dsv4.kernels.moe.routing import (
+    MOST_ROUTED,
+    MOST_RUNS,
+    ROUTER_TOKENS,
+    TOKEN_TILE,
+    RoutingConfig,
+)
 from dsv4.kernels.moe.select import Select
 from dsv4.kernels.moe.select_many import SelectMany
 from dsv4.kernels.moe.sm90.context import Operands
@@ -31,6 +37,7 @@ from dsv4.kernels.moe.sm90.epilogue import RoundedSwiGlu, Rows, SwiGlu
 from dsv4.kernels.moe.sm90.joint_products import JointProducts
 from dsv4.kernels.moe.sm90.product import GroupedProduct, ProductBesideSelection
 from dsv4.kernels.moe.sm90.router_beside_product import RouterBesideProduct, RouterTensors
+from dsv4.kernels.moe.sm90.router_within_product import RouterWithinProduct
 from dsv4.kernels.moe.sm90.wide_context import Activations
 from dsv4.kernels.moe.sm90.wide_epilogue import WideRows, WideSwiGlu
 from dsv4.kernels.moe.sm90.wide_product import WideProduct
@@ -52,6 +59,7 @@ class ExpertsSm90:
         self.products = []
         self.wide = []  # of many tokens, behind the others
         self.leading, self.rounding = [], None
+        self.within = {}  # routers by the tiling of the product that they share a launch with
         if routing is not None:
             self.leading, self.rounding = self._routers(config, routing)
         self.gate = None if routing is None else Gates(routing)
@@ -61,6 +69,8 @@ class ExpertsSm90:
                 continue
             shared, routed = (self._gate_and_up(tiling, is_shared) for is_shared in (True, False))
             if routing is not None:
+                if tiling.alone_tokens > ROUTER_TOKENS:
+                    self.within[len(self.products)] = RouterWithinProduct(shared, routing)
                 select = Select(routing, shared.plan.warps.threads // 32, takes_several=True)
                 shared = ProductBesideSelection(shared, select)
             plan = ProductPlan.down(config, tiling, self.lanes_per_warp)
@@ -148,7 +158,7 @@ class ExpertsSm90:
         """Launch one tiling's kernels up to the rows, the router's among them."""
         up = up_operands(tensors, live_tokens)
         if cutlass.const_expr(selection is not None):
-            self._lead(up, selection, stream, num_sms)
+            self._lead(up, selection, stream, tiling, num_sms)
         for i in cutlass.range_constexpr(len(self.wide)):
             if tiling == len(self.products) + i:
                 self.wide[i].launch(tensors, live_tokens, selection, stream, num_sms)
@@ -183,18 +193,21 @@ class ExpertsSm90:
             lists, group_tokens = selection.lists, selection.group_tokens
             self.products[i][0].launch(up, lists, stream, num_sms, group_tokens)
 
-    def leads(self, tokens: Int32, x_codes: cute.Tensor, num_sms: Int32) -> Boolean:
+    def leads(self, tokens: Int32, tiling: Int32, x_codes: cute.Tensor, num_sms: Int32) -> Boolean:
         """Whether the whole router shares a launch with the shared expert's first product."""
         if not self.leading:
             return Boolean(False)
         with_codes = Boolean(False)
+        for index in self.within:
+            with_codes = with_codes | (tiling == index)
+        with_codes = with_codes & (tokens > ROUTER_TOKENS) & (tokens <= MOST_ROUTED)
         for router in self.leading:
             with_codes = with_codes | router.serves(tokens, num_sms)
         without = self.rounding.serves(tokens, num_sms)
         return cutlass.select_(x_codes.shape[0] > 0, with_codes, without)
 
     @cute.jit
-    def _lead(self, up: Operands, selection: Selection, stream, num_sms: Int32):
+    def _lead(self, up: Operands, selection: Selection, stream, tiling: Int32, num_sms: Int32):
         """Launch the gate, or the whole router beside the shared expert's first product."""
         gate = selection.gate
         if not selection.leads:
@@ -205,6 +218,9 @@ class ExpertsSm90:
             for i in cutlass.range_constexpr(len(self.leading)):
                 if selection.has_codes & (tile == i):
                     self.leading[i].launch(up, router, stream, num_sms, group_tokens)
+            for i, within in self.within.items():
+                if selection.has_codes & (gate.x.shape[0] > ROUTER_TOKENS) & (tiling == i):
+                    within.launch(up, router, stream, num_sms, group_tokens)
             if selection.leads and not selection.has_codes:
                 tokens = up._replace(x=gate.x)
                 self.rounding.launch(tokens, router, stream, num_sms, group_tokens)

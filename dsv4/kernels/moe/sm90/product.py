@@ -76,14 +76,24 @@ class GroupedProduct:
     @cute.jit
     def run(self, ctx: ProductContext):
         """Initialise, then send every warp of a CTA to its role."""
-        plan = self.plan
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        self.initialise(ctx, warp)
+        cute.arch.sync_threads()
+        self.take_role(ctx, warp)
+
+    @cute.jit
+    def initialise(self, ctx: ProductContext, warp):
+        """What the CTA's barrier behind it shows to all roles."""
         if warp == 0:
             with cute.arch.elect_one():
-                mbarrier.init(plan.barriers, ctx.pipes.edges)
+                mbarrier.init(self.plan.barriers, ctx.pipes.edges)
             cute.arch.mbarrier_init_fence()
         self.activations.clear(ctx)
-        cute.arch.sync_threads()
+
+    @cute.jit
+    def take_role(self, ctx: ProductContext, warp):
+        """The part of a warp."""
+        plan = self.plan
         if warp == plan.warps["load"].first:
             pdl.launch_dependents()
             self.loader.load(ctx)
