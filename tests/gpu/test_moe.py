@@ -194,14 +194,14 @@ def test_graph_replay_reads_new_inputs(expert_dtype, tokens, seed) -> None:
 
 @pytest.mark.parametrize("is_hashed", [False, True], ids=["scores", "table"])
 def test_codes_change_no_bit(is_hashed, seed) -> None:
-    """Up to sixteen tokens the router then shares a launch."""
+    """Up to 256 tokens the router then shares a launch."""
     layer = Layer(FLASH, seed, is_hashed)
-    for tokens in (1, 2, 5, 8, 9, 16, 17, 64):
+    for tokens in (1, 2, 5, 8, 9, 16, 17, 64, 100, 129, 200, 256, 257):
         wanted = layer(tokens)
         for _ in range(3):
             assert torch.equal(layer.with_codes(tokens), wanted)
     live = torch.tensor([3], dtype=torch.int32, device="cuda")
-    for tokens in (8, 14):
+    for tokens in (8, 14, 64, 200):
         wanted = layer(tokens, live_tokens=live)
         assert torch.equal(layer.with_codes(tokens, live_tokens=live), wanted)
 
@@ -215,7 +215,7 @@ def test_codes_without_scales_are_refused(seed) -> None:
         layer(x_codes=codes[:1], x_scale=scale[:1])
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 16, 200])
+@pytest.mark.parametrize("tokens", [1, 4, 16, 100, 200])
 def test_a_chain_of_layers_that_overlap(tokens, seed) -> None:
     """A layer reads what the one before it wrote, though it begins while that one ends."""
     layers = [Layer(replace(SMALL, tokens=tokens), seed + i) for i in range(3)]
@@ -236,7 +236,9 @@ def test_a_chain_of_layers_that_overlap(tokens, seed) -> None:
         assert torch.equal(y, wanted)
 
 
-def test_two_streams(seed) -> None:
+@pytest.mark.parametrize("has_codes", [False, True])
+def test_two_streams(has_codes, seed) -> None:
+    """With codes CTAs of a launch wait for each other, but for none that has no place."""
     layers = [Layer(replace(SMALL, tokens=tokens), seed + tokens) for tokens in (5, 90)]
     expected = [layer() for layer in layers]
     streams = [torch.cuda.Stream() for _ in layers]
@@ -245,7 +247,7 @@ def test_two_streams(seed) -> None:
     for _ in range(20):
         for layer, stream, found in zip(layers, streams, results, strict=True):
             with torch.cuda.stream(stream):
-                found.append(layer())
+                found.append(layer.with_codes() if has_codes else layer())
     torch.cuda.synchronize()
     for found, wanted in zip(results, expected, strict=True):
         assert all(torch.equal(y, wanted) for y in found)

@@ -98,6 +98,7 @@ LOWP = {
 MOE_SCRIPT = """
 import torch
 from dsv4 import ops
+from dsv4.ops.quantize import quantize_e4m3
 from dsv4.testing.moe import Case
 from dsv4.testing.moe_layer import SCALING, LayerInputs
 
@@ -105,12 +106,14 @@ case = Case(300, 1024, 512, 64, 6, expert_dtype="{expert_dtype}")
 made = LayerInputs.make(case, 0, "cuda")
 weights, x = made.weights(is_prepared=True), made.inputs.x
 for tokens in (5, 40, 300):
-    with torch.inference_mode():
-        y = ops.moe(
-            x[:tokens], made.gate, *weights, top_k=case.top_k, scaling=SCALING, limit=case.limit,
-            form=case.scale_form, **made.choice,
-        )
-    assert y.isfinite().all()
+    codes, scale = quantize_e4m3(x[:tokens], 128)
+    for given in ({{}}, {{"x_codes": codes, "x_scale": scale}}):
+        with torch.inference_mode():
+            y = ops.moe(
+                x[:tokens], made.gate, *weights, top_k=case.top_k, scaling=SCALING,
+                limit=case.limit, form=case.scale_form, **made.choice, **given,
+            )
+        assert y.isfinite().all()
 """
 
 # Tests of a family whose launches memcheck follows, few and small: file and -k. Races of linears,

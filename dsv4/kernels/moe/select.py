@@ -372,18 +372,18 @@ class Select:
         """
         config, team = self.config, self.team
         experts, top_k = config.experts, config.top_k
-        assert most_tokens * top_k <= BATCH * team.threads, most_tokens
         thread, tokens = team.thread(), lists.ids.shape[0]
         size = -(-most_tokens // WORD_BITS) * experts
         # Both [word, expert]: bits of tokens, and the place of the first of these.
         masks, places = (cute.recast_ptr(storage, dtype=Int32) + i * size for i in range(2))
         board = cute.make_tensor(places + size, cute.make_layout((self.warps, BOARD_WORDS)))
         words = cute.ceil_div(tokens, WORD_BITS)
-        ids = load_every(lists.ids, top_k, thread, tokens * top_k, team.threads)
+        count = -(-most_tokens * top_k // team.threads)
+        ids = load_every(lists.ids, top_k, thread, tokens * top_k, team.threads, count)
         for i in cutlass.range(thread, words * experts, team.threads, unroll=1):
             (masks + i).store(Int32(0))
         team.meet()
-        for i in cutlass.range_constexpr(BATCH):
+        for i in cutlass.range_constexpr(count):
             if ids[i] >= 0:
                 word, bit = self._word_and_bit(thread + i * team.threads, ids[i])
                 cute.arch.atomic_or(masks + word, bit)
@@ -411,7 +411,7 @@ class Select:
                     (places + (word * experts + own)).store(row)
                     row += Int32(cute.arch.popc((masks + (word * experts + own)).load()))
         team.meet()
-        for i in cutlass.range_constexpr(BATCH):
+        for i in cutlass.range_constexpr(count):
             if ids[i] >= 0:
                 pair = thread + i * team.threads
                 word, bit = self._word_and_bit(pair, ids[i])
@@ -609,16 +609,18 @@ def arrive(arrivals: cute.Tensor, ctas: Int32) -> Boolean:
 @cute.jit
 def load_ids(ids: cute.Tensor, top_k: int, start: Int32, end: Int32) -> cute.Tensor:
     """Experts of this lane's pairs, every 32nd from `start`; NO_EXPERT past `end`."""
-    return load_every(ids, top_k, start + cute.arch.lane_idx(), end, 32)
+    return load_every(ids, top_k, start + cute.arch.lane_idx(), end, 32, BATCH)
 
 
 @cute.jit
-def load_every(ids: cute.Tensor, top_k: int, first: Int32, end: Int32, step: int) -> cute.Tensor:
-    """Experts of every `step`-th pair from `first`, a batch; NO_EXPERT past `end`."""
-    found = cute.make_rmem_tensor(BATCH, Int32)
+def load_every(
+    ids: cute.Tensor, top_k: int, first: Int32, end: Int32, step: int, count: int
+) -> cute.Tensor:
+    """Experts of so many pairs, every `step`-th from `first`; NO_EXPERT past `end`."""
+    found = cute.make_rmem_tensor(count, Int32)
     found.fill(NO_EXPERT)
     flat = cute.make_tensor(ids.iterator, cute.make_layout(ids.shape[0] * top_k))
-    for i in cutlass.range_constexpr(BATCH):
+    for i in cutlass.range_constexpr(count):
         pair = first + i * step
         if pair < end:
             found[i] = flat[pair]

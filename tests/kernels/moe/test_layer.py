@@ -4,6 +4,7 @@ and on a Hopper GPU."""
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -126,7 +127,6 @@ def test_router_within_the_first_product_has_the_same_bits(
         pytest.skip("Blackwell's kernels have no such launch")
     case = replace(SMALL, tokens=tokens, hidden=2560, live=tokens - 2)
     inputs = LayerInputs.make(case, seed, is_hashed=is_hashed)
-    inputs.table[::3, 1] = inputs.table[::3, 0]
     kernels = OpKernels(MOE, target).compile(inputs.config)
 
     def found(inputs: LayerInputs, schedules: int | None, sms: int) -> Outcome:
@@ -137,6 +137,10 @@ def test_router_within_the_first_product_has_the_same_bits(
     # Without codes of the tokens gate and selection are launches of their own.
     plain = found(inputs, 1, SM_90A.num_sms)
     assert_layer_close(plain, inputs)
+    if is_hashed:
+        # Beyond the oracle, which adds an expert's rows to a token once.
+        inputs.table[::3, 1] = inputs.table[::3, 0]
+        plain = found(inputs, 1, SM_90A.num_sms)
     given = replace(inputs, has_codes=True)
     for sms in (5, 2):
         within = found(given, None, sms)
@@ -148,30 +152,33 @@ def test_router_within_the_first_product_has_the_same_bits(
 
 @pytest.mark.slow
 def test_the_last_cta_chooses_for_those_that_do_not_wait(seed, monkeypatch) -> None:
-    """Where no other CTA runs beside it a CTA leaves its tokens; then every block of the router
-    runs, under one schedule or another."""
+    """Where no other CTA runs beside it a CTA leaves its tokens; then all of the router runs, under
+    one schedule or another, on few SMs or many."""
     experts, within = (
         importlib.import_module(f"dsv4.kernels.moe.sm90.{name}")
         for name in ("experts", "router_within_product")
     )
     monkeypatch.setattr(experts, "tilings", lambda config: plan.tilings(config)[2:3])
     monkeypatch.setattr(within, "MAX_POLLS", 1)
-    target = Simulator("sm_90a")
+    target = Simulator("sm_90a", has_lines=True)
     inputs = LayerInputs.make(replace(SMALL, tokens=37, hidden=1024, live=35), seed)
     given = replace(inputs, has_codes=True)
     kernels = OpKernels(MOE, target).compile(inputs.config)
 
-    def make() -> Call:
-        call = given.call_tiled(2, Planned("sm_90a", 4))
+    def make(sms: int) -> Call:
+        call = given.call_tiled(2, Planned("sm_90a", sms))
         # The tiling is the only one that is compiled.
         call.options.update(tiling=0)
         return call
 
-    outcome = run_all(target, kernels, make, seed, target.schedules)
-    assert_layer_close(outcome, given)
-    assert not outcome.scratch["workspace"].any()
+    for sms in (4, 1):
+        outcome = run_all(target, kernels, partial(make, sms), seed, target.schedules)
+        assert_layer_close(outcome, given)
+        assert not outcome.scratch["workspace"].any()
+    # Coverage adds up over the launches of a compiled function.
     (coverage,) = (one for one in outcome.report.coverage if "RouterWithinProduct" in one.kernel)
-    assert coverage.complete, coverage.missed
+    own = re.compile(r"\(\S*router_within_product\.py")
+    assert not [block for block in coverage.missed if own.search(str(block))]
 
 
 @pytest.mark.slow
