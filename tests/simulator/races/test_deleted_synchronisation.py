@@ -302,7 +302,7 @@ UNREACHED = {
     "joint experts, FP8": JOINT_UNREACHED,
     "joint experts, raw FP4": JOINT_UNREACHED,
     "joint experts, tall tiles": copies_unreached(3),
-    "joint experts, codes of h": copies_unreached(1),
+    "joint experts, codes of h": copies_unreached(2),
     "seam, Hopper": SEAM_UNREACHED,
     "seam, Blackwell": SEAM_UNREACHED,
 }
