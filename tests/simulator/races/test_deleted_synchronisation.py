@@ -153,7 +153,7 @@ EXPERTS = {
     ("bar.warp", "load_stage"): (6, EXPECTED_LATE),
 }
 EXPERTS_UNREACHED = {
-    ("cp.async", "copy_vector"): (6, "of the copies' unrolled loop: a tile has fewer vectors here"),
+    ("cp.async", "copy_vector"): (5, "of the copies' unrolled loop: a tile has fewer vectors here"),
 }
 # Gate and up of the shared expert, then both products of the others.
 BOARD = (
@@ -217,7 +217,7 @@ def copies_unreached(copies: int) -> Listed:
     return {("cp.async", "copy_vector"): (copies, EXPERTS_UNREACHED["cp.async", "copy_vector"][1])}
 
 
-JOINT_UNREACHED = copies_unreached(4)
+JOINT_UNREACHED = copies_unreached(3)
 SEAM = {
     # Of clusters, of both launches of parts and of the joint one.
     ("griddepcontrol.launch_dependents", "begin"): (2, LAUNCH),
