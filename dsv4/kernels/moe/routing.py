@@ -16,10 +16,10 @@ TOKEN_TILE = 8  # columns of a tensor-core product
 MOST_TILES = 8  # token tiles of a CTA of the gate
 GATE_THREADS = 32 * SLICE_PARTS
 GATE_CTAS = 264  # of the gate that a GPU holds at a time
-# Most tokens whose router and the shared expert's first product share a launch.
-ROUTER_TOKENS = 2 * TOKEN_TILE
+# Most tokens whose router and the shared expert's first product share a launch: in CTAs of their
+# own, and, where codes of the tokens are given, as warps of the same CTAs.
+ROUTER_TOKENS, MOST_ROUTED = 2 * TOKEN_TILE, 256
 ONE_SPLIT_TOKENS = 512  # above, a CTA adds all slices itself: no partial sums in memory
-MOST_ROUTED = 256  # of that launch where codes of the tokens are given
 FEW_TOKENS = 1024  # above, the gate is that of many tokens
 SELECT_WARPS = 16  # tokens of a CTA of the selection by itself
 MOST_RUNS = 128  # CTAs of the selection of many tokens

@@ -208,7 +208,7 @@ class ExpertsSm90:
 
     @cute.jit
     def _lead(self, up: Operands, selection: Selection, stream, tiling: Int32, num_sms: Int32):
-        """Launch the gate, or the whole router beside the shared expert's first product."""
+        """Launch the gate, or the whole router with the shared expert's first product."""
         gate = selection.gate
         if not selection.leads:
             self.gate.launch(gate, stream, selection.token_tiles)

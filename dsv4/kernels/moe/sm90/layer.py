@@ -3,7 +3,7 @@
 Four or five launches, of which each begins while the one before ends: gate and quantisation;
 selection and sort beside gate and up of the shared expert; gate and up of the routed experts, and
 down of all, in one launch or two; sum over a token's experts, unless their reader adds them. Up to
-sixteen tokens whose codes are given, the first two are one. Where an expert has several tokens,
+256 tokens whose codes are given, the first two are one. Where an expert has several tokens,
 rows of the shared expert's h are rounded by one in between.
 """
 
