@@ -49,6 +49,7 @@ SMALL_BUFFERS = 8 << 10  # bytes of partial sums, scales and mbarriers of few to
 # written out. Three or four under way are no faster on an H200, and stages are empty later.
 MOST_UNDER_WAY, MOST_RUN = 2, 8
 RESIDENT_TOKENS, FEW_TOKENS, MANY_TOKENS, MOST_TOKENS = 8, 16, 64, 128  # of the tilings
+SHORT_ROWS = 32  # of a copy of activations where a tile lacks some, at most
 # Levels of the stack of sums that MOST_TOKENS leave registers for, beside a block's products; a
 # deeper one waits in shared memory.
 LEVELS_IN_REGISTERS = 2
@@ -289,6 +290,15 @@ class LinearPlan(RingPlan):
     def x_bytes(self) -> int:
         """Of a ring's stage."""
         return self.columns * STEP_BYTES if self.has_streamed_x else 0
+
+    @property
+    def short_rows(self) -> int:
+        """Rows of a copy of streamed activations where a tile lacks some."""
+        return min(SHORT_ROWS, self.columns // 2)
+
+    def copied_rows(self, rows: int | None) -> int:
+        """Rows of a copy of a weight of so many rows; None: that is known at run time."""
+        return M_TILE if rows is not None and rows <= M_TILE else self.rows
 
     @property
     def window(self) -> int:

@@ -46,6 +46,8 @@ def check_every_tiling(
     [
         # Ragged tiles of tokens and rows; of more k blocks than any ring has stages, too.
         (Case(21, 512, 200), 1),
+        # Three short copies of a tile of 128 tokens, by two CTAs.
+        (Case(70, 512, 136), 1),
         pytest.param(Case(21, 1024, 200), 1, marks=pytest.mark.slow),
         pytest.param(Case(21, 1024, 200), None, marks=pytest.mark.slow),
         pytest.param(Case(67, 512, 136, is_strided=True), None, marks=pytest.mark.slow),

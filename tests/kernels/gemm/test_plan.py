@@ -61,6 +61,20 @@ def test_the_first_filling_of_a_ring_keeps_queues_short(kind) -> None:
             assert ("filling" in names) == (waits_for_x and plan.window < plan.stages)
 
 
+def test_short_copies_make_up_a_whole_one() -> None:
+    """Swizzles need whole groups of eight rows."""
+    for width in WIDTHS:
+        for tiling in tilings(Fp8LinearConfig(width, 4096, "float8_e4m3fn")):
+            plan = LinearPlan(width, tiling)
+            assert plan.short_rows % 8 == 0
+            assert plan.columns // tiling.sharing % plan.short_rows == 0
+
+
+def test_copies_of_a_weight_of_few_rows_bring_no_more() -> None:
+    plan = LinearPlan(4096, Tiling(128, True, 1, 2))
+    assert [plan.copied_rows(rows) for rows in (1, 64, 65, 4096, None)] == [64, 64, 128, 128, 128]
+
+
 def test_a_stage_is_on_its_way_while_the_others_are_multiplied() -> None:
     """Of few tokens; with two stages, both under way, Pro's wo_a took 26 % longer. Where resident
     activations leave two, CTAs share them if there are slices to share."""

@@ -42,8 +42,11 @@ KERNELS = {
     "resident_clusters": Kernel(Case(11, 2048, 136), 0, 136),
     "streamed": Kernel(Case(19, 1024, 136), 1, 32768),
     "streamed_clusters": Kernel(Case(19, 1024, 136), 1, 136),
+    # The first tile lacks tokens.
+    "streamed_short": Kernel(Case(5, 1024, 520), 1, 32768),
     "wide": Kernel(Case(150, 512, 328), 3, 32768),
     "wide_clusters": Kernel(Case(150, 512, 136), 4, 136),
+    "wide_short": Kernel(Case(40, 512, 840), 3, 32768),
 }
 
 # What is not missed, by instruction and the kernel's function: how many of them, and why.
@@ -51,6 +54,8 @@ LAUNCH = "only lets the next launch start early: its griddepcontrol.wait is what
 FIRST = "orders a launch after the one before it, and each run here begins with this one"
 NO_ACTIVATIONS = "this warp loads weights alone, which no launch writes"
 PRODUCTS = "what was read of a stage was read by products, which the whole warpgroup has waited for"
+NEW_REGISTERS = "nothing has touched the accumulators of a run's first products"
+BEHIND = "the barrier behind the scales of the activations orders the same"
 QUEUES = "keeps the queues in front of DRAM short: each stage is empty at first"
 FILLED = ("mbarrier.try_wait", "_wait_for_weights")  # of the ring of each warpgroup
 RESIDENT = {
@@ -58,17 +63,27 @@ RESIDENT = {
     ("griddepcontrol.wait", "compute"): (1, FIRST),
     ("griddepcontrol.wait", "load"): (1, NO_ACTIVATIONS),
     FILLED: (2, QUEUES),
-    # Of the two blocks under way.
-    ("bar.warp", "arrive_warp"): (2, PRODUCTS),
+    # Of the four blocks of a run.
+    ("bar.warp", "arrive_warp"): (4, PRODUCTS),
+    ("wgmma.fence", "__init__"): (1, NEW_REGISTERS),
 }
 # Behind the launch that quantises: its wait is the first.
 STREAMED = {
     ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
     ("griddepcontrol.launch_dependents", "run"): (1, LAUNCH),
     ("griddepcontrol.wait", "kernel"): (1, FIRST),
-    ("bar.warp", "arrive_warp"): (2, PRODUCTS),
+    ("bar.warp", "arrive_warp"): (4, PRODUCTS),
+    ("wgmma.fence", "__init__"): (1, NEW_REGISTERS),
 }
+# The same in the loop of each of two slices.
+SLICES = {**STREAMED, ("bar.warp", "arrive_warp"): (8, PRODUCTS)}
+SLICES[("wgmma.fence", "__init__")] = (2, NEW_REGISTERS)
+JOINS = {("barrier.cluster", "run"): (1, "these warps touch no other CTA: they take their part")}
 CLUSTER = "the barrier of the cluster, which every warp waits for, orders the same"
+CLEARED = ("fence.proxy", "clear_missing")
+CLEARED_MEET = ("bar.sync", "sync_consumers")
+WHOLE = "the first copy into a stage leaves no row out"
+STORED = "the fence before a tile's outputs orders the same: only a later tile lacks rows"
 UNDER_WAY = "completes loads whose uses ptxas moves behind the arrival: in PTX they come before it"
 FENCE = ("fence.acq_rel", "release_to")
 
@@ -78,17 +93,27 @@ def fences(copies: int) -> dict[tuple[str, str, str], tuple[int, str]]:
     return {(*FENCE, weaker): (copies, UNDER_WAY) for weaker in ("acquire", "release")}
 
 
-WIDE = {place: STREAMED[place] for place in STREAMED if place[0] != "bar.warp"}
+RUNS = (("bar.warp", "arrive_warp"), ("wgmma.fence", "__init__"))
+WIDE = {place: STREAMED[place] for place in STREAMED if place not in RUNS}
 REDUNDANT = {
-    "resident": RESIDENT,
-    "resident_clusters": RESIDENT,
-    # In the loop of each slice.
-    "streamed": {**STREAMED, ("bar.warp", "arrive_warp"): (4, PRODUCTS)},
-    "streamed_clusters": STREAMED,
+    "resident": {**RESIDENT, CLEARED_MEET: (1, BEHIND)},
+    "resident_clusters": {**RESIDENT, **JOINS},
+    "streamed": {**SLICES, CLEARED: (1, WHOLE), CLEARED_MEET: (1, WHOLE)},
+    "streamed_clusters": {**STREAMED, **JOINS, CLEARED_MEET: (1, CLUSTER)},
+    "streamed_short": {**SLICES, CLEARED_MEET: (1, BEHIND)},
     # Two slices, and a cluster whose every role waits for all of it.
-    "wide": {**WIDE, FENCE: (2, UNDER_WAY), ("bar.sync", "run"): (1, CLUSTER)},
-    "wide_clusters": {**WIDE, FENCE: (1, UNDER_WAY)},
+    "wide": {
+        **WIDE,
+        FENCE: (2, UNDER_WAY),
+        ("bar.sync", "run"): (1, CLUSTER),
+        CLEARED: (1, STORED),
+    },
+    "wide_clusters": {**WIDE, **JOINS, FENCE: (1, UNDER_WAY), CLEARED_MEET: (1, CLUSTER)},
+    "wide_short": {**WIDE, FENCE: (2, UNDER_WAY), ("bar.sync", "run"): (1, CLUSTER)},
 }
+
+# What no launch runs.
+UNREACHED = {"streamed_short": {CLEARED_MEET: (1, "there is one token tile")}}
 
 
 def make_run(inputs: Inputs, tiling: int, schedule: str) -> Run:
@@ -113,7 +138,7 @@ def kernel(name: str):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_all_deletions_are_noticed(name) -> None:
-    check_deleted(*kernel(name), REDUNDANT[name])
+    check_deleted(*kernel(name), REDUNDANT[name], UNREACHED.get(name))
 
 
 # What may be weaker, by instruction, the kernel's function and the new qualifier: how many of them,
@@ -142,15 +167,17 @@ QUEUE = {(*FILLED, "relaxed"): (2, QUEUES)}
 HARMLESS = {
     "resident": {**weights(4), **QUEUE},
     "resident_clusters": {**weights(4), **QUEUE, PARTS: (1, EXPECTS)},
-    "streamed": {**weights(2), **filling(1)},
+    "streamed": {**weights(2), **filling(1), (*CLEARED, "global"): (1, WHOLE)},
     "streamed_clusters": {**weights(2), **filling(1), PARTS: (1, EXPECTS)},
-    "wide": {**weights(2), **fences(2)},
+    "streamed_short": {**weights(2), **filling(1)},
+    "wide": {**weights(2), **fences(2), (*CLEARED, "global"): (1, STORED)},
     "wide_clusters": {
         **weights(2),
         PARTS: (1, EXPECTS),
         **fences(1),
         ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, "the fence before it releases"),
     },
+    "wide_short": {**weights(2), **fences(2)},
 }
 
 

@@ -11,6 +11,7 @@ from dsv4.kernels.gemm.quantize import SECOND_TERM
 from dsv4.kernels.gemm.sm90.activations import Activations, scale_value
 from dsv4.kernels.gemm.sm90.context import LinearContext, sum_fragment, tile_mma
 from dsv4.kernels.gemm.sm90.epilogue import Epilogue
+from dsv4.kernels.gemm.sm90.short_tiles import clear_missing
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.mbarrier import Cursor, Ring
 from dsv4.kernels.kit.wgmma import gemm
@@ -58,7 +59,9 @@ class Consumers:
             for n in cutlass.range_constexpr(TILES_AHEAD):
                 if scheduler.exists(scheduler.index(n)):
                     self._load_scales(ctx, scheduler.index(n), first_block, lane, ahead[n])
-        if cutlass.const_expr(not plan.has_streamed_x):
+        if cutlass.const_expr(plan.has_streamed_x):
+            clear_missing(plan, ctx)
+        else:
             self.activations.clear(ctx)
         if cutlass.const_expr(plan.finds_best):
             self.epilogue.best.clear(ctx)

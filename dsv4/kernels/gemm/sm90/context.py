@@ -7,7 +7,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 
-from dsv4.kernels.gemm.config import Kind
+from dsv4.kernels.gemm.config import Kind, num_code_rows
 from dsv4.kernels.gemm.operands import OutputTile, output_tile
 from dsv4.kernels.gemm.plan import FEW_TOKENS, M_TILE, LinearPlan
 from dsv4.kernels.kit import mbarrier
@@ -78,6 +78,31 @@ class TileScheduler:
         return index < self.tiles
 
 
+class LastTokens(NamedTuple):
+    """The last token tile of a launch.
+
+    Attributes:
+        copies: `short_tiles.short_copies` of it.
+    """
+
+    tile: Int32
+    copies: Int32
+
+    @classmethod
+    def of(cls, plan: LinearPlan, tokens: Int32) -> "LastTokens":
+        if not plan.has_streamed_x:
+            return cls(Int32(0), Int32(0))
+        rows, columns, short = (
+            num_code_rows(tokens, plan.tiling.terms),
+            plan.columns,
+            plan.short_rows,
+        )
+        tile = (rows - 1) // columns
+        copies = (rows - tile * columns + short - 1) // short
+        is_short = copies * short < columns
+        return cls(tile, Int32(cutlass.select_(is_short, copies, Int32(0))))
+
+
 @dataclass(frozen=True)
 class Smem:
     """Views of shared memory."""
@@ -114,6 +139,8 @@ class LinearContext:
     smem: Smem
     pipes: Pipelines
     weight_policy: Int64 | int  # of L2
+    copied_rows: tuple[int, ...]  # of a copy of each weight
+    last_tokens: LastTokens
 
 
 def weight_policy(plan: LinearPlan, token_tiles: Int32) -> Int64 | int:

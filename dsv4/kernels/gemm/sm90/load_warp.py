@@ -6,6 +6,7 @@ from cutlass import Int32, cute
 from dsv4.kernels.gemm.operands import OutputTile, first_x_block
 from dsv4.kernels.gemm.plan import LinearPlan
 from dsv4.kernels.gemm.sm90.context import LinearContext
+from dsv4.kernels.gemm.sm90.short_tiles import short_copies, weight_bytes, x_bytes
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.tma import (
     chosen_descriptor,
@@ -22,29 +23,28 @@ class LoadWarp:
         self.plan = plan
 
     @cute.jit
-    def load(self, ctx: LinearContext, weight_maps, x_map):
+    def load(self, ctx: LinearContext, weight_maps, x_maps):
         """Load the k blocks of every tile; one lane does all of it."""
         plan, ring = self.plan, ctx.pipes.ring
         if cute.arch.lane_idx() == 0:
-            prefetch_descriptors(weight_maps)
-            if cutlass.const_expr(plan.has_streamed_x):
-                prefetch_descriptors((x_map,))
+            prefetch_descriptors((*weight_maps, *x_maps))
             count = ctx.scheduler.count * plan.ring_blocks
             # The launch before writes no weights: see `kit.pdl`. Each stage is empty at first.
             early = cutlass.min(count, plan.stages)
             self._fill(ctx, weight_maps, early)
             pdl.wait_for_previous_launch()
             if cutlass.const_expr(plan.has_streamed_x):
-                self._complete(ctx, x_map, early)
+                self._complete(ctx, x_maps, early)
             # One turn on: what a consumer waits for next is what this role waits for now.
             cursor = ring.consumer()
             for step in cutlass.range(early, count, unroll=1):
                 for part in cutlass.range_constexpr(plan.rings):
                     ring.acquire(cursor, part)
                 tile, block = self._place(ctx, step)
-                load_weights(plan, ctx, weight_maps, tile, block, cursor.stage)
+                copies = short_copies(ctx, tile)
+                load_weights(plan, ctx, weight_maps, tile, copies, block, cursor.stage)
                 if cutlass.const_expr(plan.has_streamed_x):
-                    load_activations(plan, ctx, x_map, tile, block, cursor.stage)
+                    load_activations(plan, ctx, x_maps, tile, copies, block, cursor.stage)
                 cursor = ring.next(cursor)
 
     @cute.jit
@@ -56,14 +56,16 @@ class LoadWarp:
             if step >= window:
                 self._wait_for_weights(ctx, step - window)
             tile, block = self._place(ctx, step)
+            copies = short_copies(ctx, tile)
             if cutlass.const_expr(filling is None):
-                load_weights(plan, ctx, weight_maps, tile, block, step)
+                load_weights(plan, ctx, weight_maps, tile, copies, block, step)
             elif step < early - window:
                 full = filling.at(step % window).full
-                cute.arch.mbarrier_arrive_and_expect_tx(full, plan.rings * plan.weight_bytes)
+                expected = plan.rings * weight_bytes(ctx, tile)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, expected)
                 copy_weights(plan, ctx, weight_maps, tile, block, step, full)
             else:
-                load_weights(plan, ctx, weight_maps, tile, block, step)
+                load_weights(plan, ctx, weight_maps, tile, copies, block, step)
 
     @cute.jit
     def _wait_for_weights(self, ctx: LinearContext, step):
@@ -76,15 +78,16 @@ class LoadWarp:
             filling.at(step % plan.window).wait(step // plan.window & 1)
 
     @cute.jit
-    def _complete(self, ctx: LinearContext, x_map, early):
+    def _complete(self, ctx: LinearContext, x_maps, early):
         """Load the activations of the first stages, and announce those whose weights are there."""
         plan = self.plan
         for step in cutlass.range(early, unroll=1):
             tile, block = self._place(ctx, step)
+            copies = short_copies(ctx, tile)
             if step < early - plan.window:
                 for part in cutlass.range_constexpr(plan.rings):
-                    ctx.pipes.ring.expect(step * plan.rings + part, plan.x_bytes)
-            load_activations(plan, ctx, x_map, tile, block, step)
+                    ctx.pipes.ring.expect(step * plan.rings + part, x_bytes(plan, copies))
+            load_activations(plan, ctx, x_maps, tile, copies, block, step)
 
     def _place(self, ctx: LinearContext, step):
         """Output tile of a step, and its k block among those of a ring."""
@@ -92,10 +95,13 @@ class LoadWarp:
         return tile, step % self.plan.ring_blocks
 
 
-def load_weights(plan: LinearPlan, ctx: LinearContext, weight_maps, tile: OutputTile, block, stage):
+def load_weights(
+    plan: LinearPlan, ctx: LinearContext, weight_maps, tile: OutputTile, copies, block, stage
+):
     """Announce the bytes of a stage, and load its weights."""
+    expected = weight_bytes(ctx, tile) + x_bytes(plan, copies)
     for part in range(plan.rings):
-        ctx.pipes.ring.expect(stage * plan.rings + part, plan.weight_bytes + plan.x_bytes)
+        ctx.pipes.ring.expect(stage * plan.rings + part, expected)
     copy_weights(plan, ctx, weight_maps, tile, block, stage)
 
 
@@ -117,20 +123,42 @@ def copy_weights(
         tma_load(weight_map, target, place, barrier, ctx.weight_policy)
 
 
-def load_activations(plan: LinearPlan, ctx: LinearContext, x_map, tile: OutputTile, block, stage):
+@cute.jit
+def load_activations(
+    plan: cutlass.Constexpr, ctx: LinearContext, x_maps, tile: OutputTile, copies, block, stage
+):
     """Load the activations of a stage; of CTAs that share them, each a part for all."""
     sharing, elements = plan.tiling.sharing, plan.columns * plan.kind.step
-    for part in range(plan.rings):
+    rows = plan.columns // sharing  # of a whole copy
+    share = ctx.scheduler.row_rank if sharing > 1 else 0
+    for part in cutlass.range_constexpr(plan.rings):
         slot = stage * plan.rings + part
-        target = ctx.smem.x_start + slot * elements
+        start = ctx.smem.x_start + slot * elements
         full = ctx.pipes.ring.at(slot).full
-        column = tile.token_tile * plan.columns
         k_block = (ctx.rank * plan.rings + part) * plan.ring_blocks + block
         k_block += first_x_block(plan, tile)
-        if sharing == 1:
-            tma_load(x_map, target, [0, column, k_block], full)
+        column = tile.token_tile * plan.columns
+        if cutlass.const_expr(rows == 2 * plan.short_rows and sharing == 1):
+            # One copy either way.
+            x_map = chosen_descriptor(x_maps, Int32(copies > 0))
+            _copy(plan, x_map, start, [0, column, k_block], full)
+        elif copies == 0:
+            first = share * rows
+            target = start + first * plan.kind.step
+            _copy(plan, x_maps[0], target, [0, column + first, k_block], full)
         else:
-            share = ctx.scheduler.row_rank
-            target += share * (elements // sharing)
-            column += share * (plan.columns // sharing)
-            tma_multicast(x_map, target, [0, column, k_block], full, (1 << sharing) - 1)
+            for i in cutlass.range_constexpr(rows // plan.short_rows):
+                copy = share * (rows // plan.short_rows) + i
+                if copy < copies:
+                    first = copy * plan.short_rows
+                    target = start + first * plan.kind.step
+                    _copy(plan, x_maps[1], target, [0, column + first, k_block], full)
+
+
+def _copy(plan: LinearPlan, x_map, target, place: list, full) -> None:
+    """Load rows of activations, into all CTAs that share them."""
+    sharing = plan.tiling.sharing
+    if sharing == 1:
+        tma_load(x_map, target, place, full)
+    else:
+        tma_multicast(x_map, target, place, full, (1 << sharing) - 1)

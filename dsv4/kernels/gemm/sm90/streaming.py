@@ -43,6 +43,7 @@ from dsv4.kernels.gemm.plan import LinearPlan, Tiling, clusters_at_once
 from dsv4.kernels.gemm.sm90.consumers import Consumers
 from dsv4.kernels.gemm.sm90.context import (
     DTYPES,
+    LastTokens,
     LinearContext,
     Operands,
     TileScheduler,
@@ -93,6 +94,11 @@ class LinearBody:
             l2_promotion=TensorMapL2Promotion.none,
         )
 
+    def copied_rows(self, operands: Operands) -> tuple[int, ...]:
+        """Rows of a copy of each weight; host and device code, which must agree."""
+        counts = (y.shape[1] for y in operands.ys)
+        return tuple(self.plan.copied_rows(m if isinstance(m, int) else None) for m in counts)
+
     def tiles(self, operands: Operands) -> tuple[tuple[Int32, ...], Int32, Int32]:
         """First row tile of each weight but the first, row groups, token tiles."""
         plan, total, firsts = self.plan, Int32(0), []
@@ -110,10 +116,11 @@ class LinearBody:
 
         Args:
             start: of the CTA's shared memory.
-            maps: descriptors of the weights, of streamed activations, of outputs stored by TMA.
+            maps: descriptors of the weights, of streamed activations by whole and by short copies,
+                of outputs stored by TMA.
             cluster: index among those of the kind.
         """
-        weight_maps, x_map, y_maps = maps
+        weight_maps, x_maps, y_maps = maps
         plan, tiling, size = self.plan, self.plan.tiling, self.plan.tiling.ctas
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -133,7 +140,9 @@ class LinearBody:
         tiling_of = (grid.row_groups, tiles, grid.first_tiles, tiling.sharing, row_rank, bands)
         scheduler = TileScheduler(cluster, grid.clusters, *tiling_of, plan.band)
         policy = weight_policy(plan, grid.token_tiles)
-        ctx = LinearContext(operands, scheduler, rank, smem, pipes, policy)
+        copied_rows = self.copied_rows(operands)
+        last = LastTokens.of(plan, operands.tokens)
+        ctx = LinearContext(operands, scheduler, rank, smem, pipes, policy, copied_rows, last)
         if warp >= plan.warps["load"].first:
             if cutlass.const_expr(tiling.is_wide):
                 cute.arch.setmaxregister_decrease(plan.registers["load"])
@@ -142,7 +151,7 @@ class LinearBody:
                 cute.arch.cluster_wait()
             if warp == plan.warps["load"].first:
                 pdl.launch_dependents()
-                self.loader.load(ctx, weight_maps, x_map)
+                self.loader.load(ctx, weight_maps, x_maps)
             if cutlass.const_expr(plan.has_tokens_in_m):  # noqa: SIM102 static, then dynamic
                 if warp == plan.warps["scales"].first:
                     self.scales.load(ctx)
@@ -213,12 +222,14 @@ class StreamingLinear:
         plan, tiling = self.plan, self.tiling
         maps, operands, tiles = [], [], []
         for body, factor in zip(self.bodies, factors):
-            weight_maps = tuple(body.block_map(weight, plan.rows) for weight in factor.weights)
-            x_map = weight_maps[0]
+            copied_rows = body.copied_rows(factor.operands)
+            weight_maps = tuple(body.block_map(*pair) for pair in zip(factor.weights, copied_rows))
+            x_maps = ()
             if cutlass.const_expr(body.plan.has_streamed_x):
-                x_map = body.block_map(factor.x, plan.columns // tiling.sharing)
+                sizes = plan.columns // tiling.sharing, plan.short_rows
+                x_maps = tuple(body.block_map(factor.x, rows) for rows in sizes)
             y_maps = body.epilogue.output_maps(factor.operands.ys)
-            maps.append((weight_maps, x_map, y_maps))
+            maps.append((weight_maps, x_maps, y_maps))
             operands.append(factor.operands)
             tiles.append(body.tiles(factor.operands))
         resident = num_sms * tiling.ctas_per_sm // tiling.ctas

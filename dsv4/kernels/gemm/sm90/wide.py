@@ -19,6 +19,7 @@ from dsv4.kernels.gemm.sm90.consumers import (
 from dsv4.kernels.gemm.sm90.context import LinearContext, sum_fragment, tile_mma
 from dsv4.kernels.gemm.sm90.epilogue import Epilogue
 from dsv4.kernels.gemm.sm90.load_warp import load_activations, load_weights
+from dsv4.kernels.gemm.sm90.short_tiles import clear_missing, short_copies
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.tma import prefetch_descriptors
@@ -34,29 +35,31 @@ class WideLoadWarp:
         self.plan = plan
 
     @cute.jit
-    def load(self, ctx: LinearContext, weight_maps, x_map):
+    def load(self, ctx: LinearContext, weight_maps, x_maps):
         """Load the k blocks of every tile; one lane does all of it."""
         plan, ring, scheduler = self.plan, ctx.pipes.ring, ctx.scheduler
         if cute.arch.lane_idx() == 0:
-            prefetch_descriptors((*weight_maps, x_map))
+            prefetch_descriptors((*weight_maps, *x_maps))
             index = scheduler.index(0)
             tile = scheduler.coordinates(index)
+            copies = short_copies(ctx, tile)
             first = Int32(min(plan.stages, plan.ring_blocks))
             if not scheduler.exists(index):
                 first = Int32(0)
             # The launch before writes no weights: see `kit.pdl`. Each stage is empty at first.
             for block in cutlass.range(first, unroll=1):
-                load_weights(plan, ctx, weight_maps, tile, block, block)
+                load_weights(plan, ctx, weight_maps, tile, copies, block, block)
             pdl.wait_for_previous_launch()
             for block in cutlass.range(first, unroll=1):
-                load_activations(plan, ctx, x_map, tile, block, block)
+                load_activations(plan, ctx, x_maps, tile, copies, block, block)
             cursor = ring.skip(ring.producer(), first)
             while scheduler.exists(index):
                 tile = scheduler.coordinates(index)
+                copies = short_copies(ctx, tile)
                 for block in cutlass.range(first, plan.ring_blocks, unroll=1):
                     ring.acquire(cursor)
-                    load_weights(plan, ctx, weight_maps, tile, block, cursor.stage)
-                    load_activations(plan, ctx, x_map, tile, block, cursor.stage)
+                    load_weights(plan, ctx, weight_maps, tile, copies, block, cursor.stage)
+                    load_activations(plan, ctx, x_maps, tile, copies, block, cursor.stage)
                     cursor = ring.next(cursor)
                 first = Int32(0)
                 index += scheduler.clusters
@@ -146,6 +149,7 @@ class WideConsumers:
         loaded = self.epilogue.make_loaded(ctx)
         if cutlass.const_expr(plan.finds_best):
             self.epilogue.best.clear(ctx)
+        clear_missing(plan, ctx)
         if cutlass.const_expr(plan.tiling.ctas > 1):
             cute.arch.cluster_wait()
         while scheduler.exists(index):
