@@ -147,7 +147,9 @@ def load_activations(
             target = start + first * plan.kind.step
             _copy(plan, x_maps[0], target, [0, column + first, k_block], full)
         else:
-            for i in cutlass.range_constexpr(rows // plan.short_rows):
+            # As many as a tile has are a whole one.
+            most = min(rows, plan.columns - plan.short_rows) // plan.short_rows
+            for i in cutlass.range_constexpr(most):
                 copy = share * (rows // plan.short_rows) + i
                 if copy < copies:
                     first = copy * plan.short_rows
