@@ -103,8 +103,8 @@ def test_every_tiling_gives_the_same_bits(kernels, case, schedules, seed) -> Non
     for tiling, outcome in zip(every, outcomes):
         outcomes[0].assert_same_bits(outcome, str(tiling))
     if outcomes[0].report is not None and case.tokens > 64:  # two tiles of many
-        # The first tile lacks tokens.
-        for tokens in (5, 33, 70):
+        # The first tile lacks tokens; of the widest, the second one does.
+        for tokens in (5, 33, 70, 130):
             short = Inputs.make(replace(case, tokens=tokens), seed)
             outcomes += [run(kernels, short, i, seed) for i in range(len(every))]
         missed = missed_synchronisation(outcome.report for outcome in outcomes)
