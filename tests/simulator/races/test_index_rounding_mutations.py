@@ -38,14 +38,15 @@ FUNCTIONS = ("sync_consumers", "sync_group", "drain", "_store_staged", "_store_s
 
 SCALES = {
     ("bar.sync", "sync_consumers"): (
-        1,
-        "keeps the scales of a token tile until all have used them: the epilogue's barriers, too",
+        2,
+        "keeps the scales of a token tile until all have used them: the epilogue's barriers, too; "
+        "and lets all read rows that are cleared: the barrier behind the scales does, too",
     )
 }
 PARTS = {
     ("bar.sync", "sync_consumers"): (
-        2,
-        "that one; and what keeps heads until all have read them: the parts that a tile waits for "
+        3,
+        "those; and what keeps heads until all have read them: the parts that a tile waits for "
         "were sent by warps that had",
     )
 }
