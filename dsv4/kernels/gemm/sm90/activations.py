@@ -21,6 +21,17 @@ def sync_consumers() -> None:
     cute.arch.barrier(barrier_id=ALL_CONSUMERS, number_of_threads=CONSUMERS)
 
 
+@cute.jit
+def clear_vectors(start: cute.Pointer, first: Int32 | int, end: Int32 | int) -> None:
+    """Zero the vectors of 16 bytes from `first` to `end` behind an address, by all consumers."""
+    zeros = cute.make_rmem_tensor(4, Uint32)
+    zeros.fill(0)
+    base = cute.recast_ptr(start, dtype=Uint32)
+    for i in cutlass.range(first + cute.arch.thread_idx()[0], end, CONSUMERS, unroll=1):
+        target = base + cute.assume(i * 4, divby=4)
+        cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
+
+
 def scale_value(stored):
     """A scale in fp32, of an E8M0 byte or of fp32."""
     if stored.dtype is Float32:
@@ -40,13 +51,8 @@ class Activations:
         """Zero resident activations and their scales: tokens past the last one stay unwritten."""
         plan, smem = self.plan, ctx.smem
         thread = cute.arch.thread_idx()[0]
-        zeros = cute.make_rmem_tensor(4, Uint32)
-        zeros.fill(0)
-        base = cute.recast_ptr(smem.x_start, dtype=Uint32)
         vectors = plan.cta_blocks * plan.columns * K_BLOCK // VECTOR_BYTES
-        for i in cutlass.range(thread, vectors, CONSUMERS, unroll=1):
-            target = base + cute.assume(i * 4, divby=4)
-            cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
+        clear_vectors(smem.x_start, 0, vectors)
         for i in cutlass.range(thread, plan.tokens * plan.cta_blocks, CONSUMERS, unroll=1):
             smem.scales[i % plan.tokens, i // plan.tokens] = Float32(0.0)
         sync_consumers()

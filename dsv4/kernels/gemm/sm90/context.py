@@ -92,11 +92,8 @@ class LastTokens(NamedTuple):
     def of(cls, plan: LinearPlan, tokens: Int32) -> "LastTokens":
         if not plan.has_streamed_x:
             return cls(Int32(0), Int32(0))
-        rows, columns, short = (
-            num_code_rows(tokens, plan.tiling.terms),
-            plan.columns,
-            plan.short_rows,
-        )
+        rows = num_code_rows(tokens, plan.tiling.terms)
+        columns, short = plan.columns, plan.short_rows
         tile = (rows - 1) // columns
         copies = (rows - tile * columns + short - 1) // short
         is_short = copies * short < columns

@@ -127,7 +127,12 @@ def copy_weights(
 def load_activations(
     plan: cutlass.Constexpr, ctx: LinearContext, x_maps, tile: OutputTile, copies, block, stage
 ):
-    """Load the activations of a stage; of CTAs that share them, each a part for all."""
+    """Load the activations of a stage; of CTAs that share them, each a part for all.
+
+    Args:
+        x_maps: of whole and of short copies.
+        copies: `short_copies` of the tile.
+    """
     sharing, elements = plan.tiling.sharing, plan.columns * plan.kind.step
     rows = plan.columns // sharing  # of a whole copy
     share = ctx.scheduler.row_rank if sharing > 1 else 0

@@ -2,19 +2,19 @@
 
 TMA takes longer to fill a row past the end of a tensor than to bring one. So copies of a short tile
 bring no more than there is, as nearly as their sizes allow. Rows that no copy fills are zero where
-the CTA's first tile lacks them, and else what a tile before has left: a row of products depends on
-no other one, and those of such rows are not stored.
+the first copy into a stage leaves them out, and else what a tile before has left: a row of products
+depends on no other one, and those of such rows are not stored.
 """
 
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, Uint32, cute
+from cutlass import Int32, cute
 
 from dsv4.kernels.gemm.config import STEP_BYTES
 from dsv4.kernels.gemm.operands import OutputTile, chosen
 from dsv4.kernels.gemm.plan import LinearPlan
-from dsv4.kernels.gemm.sm90.activations import CONSUMERS, sync_consumers
+from dsv4.kernels.gemm.sm90.activations import clear_vectors, sync_consumers
 from dsv4.kernels.gemm.sm90.context import LinearContext
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
 
@@ -68,16 +68,9 @@ def clear_missing(plan: cutlass.Constexpr, ctx: LinearContext) -> None:
     sync_consumers()
 
 
-@cute.jit
-def _clear_rows(
-    start: cute.Pointer, slots: cutlass.Constexpr, rows: cutlass.Constexpr, first: Int32
-) -> None:
+def _clear_rows(start: cute.Pointer, slots: range, rows: int, first: Int32) -> None:
     """Zero the rows from `first` on of some tiles; swizzles keep to a row."""
-    zeros = cute.make_rmem_tensor(4, Uint32)
-    zeros.fill(0)
-    base, vectors = cute.recast_ptr(start, dtype=Uint32), STEP_BYTES // VECTOR_BYTES
-    thread = cute.arch.thread_idx()[0]
+    vectors = STEP_BYTES // VECTOR_BYTES
     for slot in slots:
-        for i in cutlass.range(first * vectors + thread, rows * vectors, CONSUMERS, unroll=1):
-            target = base + cute.assume((slot * rows * vectors + i) * 4, divby=4)
-            cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
+        tile = slot * rows * vectors
+        clear_vectors(start, tile + first * vectors, tile + rows * vectors)
