@@ -7,6 +7,7 @@ import pytest
 from dsv4.kernels.attention.sm90.codes_plan import CodesPlan
 from dsv4.kernels.attention.sm90.plan import (
     KEYS,
+    LINE_BYTES,
     STAGES,
     HeadsMPlan,
     PagedHeadsMPlan,
@@ -43,6 +44,16 @@ def test_heads_m_of_head_dim_512_has_no_room_for_another_kilobyte() -> None:
     kv = STAGES * KEYS * 512 * 2
     assert plan.smem["kv"].bytes == kv
     assert plan.smem.free_bytes == 1024
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [PagedHeadsMPlan(512, is_fp8=True)]
+    + [PagedSwapAbPlan(512, heads, 1, is_fp8=True) for heads in TILE_HEADS],
+    ids=["heads-m", *(f"swap-ab-{heads}" for heads in TILE_HEADS)],
+)
+def test_entries_wait_in_lines_of_shared_memory(plan) -> None:
+    assert plan.smem.offset("staging") % LINE_BYTES == 0
 
 
 def test_heads_m_arrivals_follow_from_the_roles() -> None:
