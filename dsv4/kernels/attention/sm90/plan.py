@@ -28,7 +28,7 @@ STAGES = 3  # heads in M: of the KV ring
 HALVES = 2  # heads in M: of the columns of a key tile; each has mbarriers of its own
 CHUNK = 64  # swap-AB: columns of a swizzle span, and of a PV product: its M
 ELEMENT_BYTES = 2
-LINE_BYTES = 128  # of shared memory: all of its banks
+SMEM_LINE_BYTES = 128  # all banks of shared memory
 GATHER_WARPS = 4  # that gather a key tile of a paged cache
 ROW_INPUTS = 3  # words of a row of a paged head tile: see `paged_score`
 
@@ -198,7 +198,7 @@ def staging_buffer(pieces: int) -> Buffer:
     It begins with a line: copies of neighbouring lanes that lie in two lines of shared memory made
     few tokens' attention 4 to 8 % slower.
     """
-    return Buffer("staging", "Int32", 4 * pieces * 4 * KEYS, LINE_BYTES)
+    return Buffer("staging", "Int32", 4 * pieces * 4 * KEYS, SMEM_LINE_BYTES)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 from dsv4.kernels.attention.sm90.codes_plan import CodesPlan
 from dsv4.kernels.attention.sm90.plan import (
     KEYS,
-    LINE_BYTES,
+    SMEM_LINE_BYTES,
     STAGES,
     HeadsMPlan,
     PagedHeadsMPlan,
@@ -53,7 +53,7 @@ def test_heads_m_of_head_dim_512_has_no_room_for_another_kilobyte() -> None:
     ids=["heads-m", *(f"swap-ab-{heads}" for heads in TILE_HEADS)],
 )
 def test_entries_wait_in_lines_of_shared_memory(plan) -> None:
-    assert plan.smem.offset("staging") % LINE_BYTES == 0
+    assert plan.smem.offset("staging") % SMEM_LINE_BYTES == 0
 
 
 def test_heads_m_arrivals_follow_from_the_roles() -> None:
