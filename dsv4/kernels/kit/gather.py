@@ -1,4 +1,4 @@
-"""Gather of single rows into swizzled tiles: cp.async, 16 bytes a thread.
+"""Gather of single rows into swizzled tiles: cp.async, 16 bytes a thread, or 4.
 
 Hopper has no instruction that gathers rows into a swizzled tile: bulk copies do not swizzle, and a
 tensor-map box of one row costs as much as one of sixty-four.
@@ -7,6 +7,8 @@ tensor-map box of one row costs as much as one of sixty-four.
 from cutlass import cute
 
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
+
+WORD_BYTES = 4
 
 
 def copy_vector(target, source, size, target_offset: int = 0, source_offset: int = 0) -> None:
@@ -22,6 +24,15 @@ def copy_vector(target, source, size, target_offset: int = 0, source_offset: int
     cute.arch.inline_ptx(
         f"cp.async.cg.shared.global [{{$r0}}+{target_offset}], [{{$r1}}+{source_offset}], "
         f"{VECTOR_BYTES}, {{$r2}};",
+        read_only_args=[target, source, size],
+    )
+
+
+def copy_word(target, source, size, target_offset: int = 0, source_offset: int = 0) -> None:
+    """Start a copy of 4 bytes, likewise; the size is 4 or 0."""
+    cute.arch.inline_ptx(
+        f"cp.async.ca.shared.global [{{$r0}}+{target_offset}], [{{$r1}}+{source_offset}], "
+        f"{WORD_BYTES}, {{$r2}};",
         read_only_args=[target, source, size],
     )
 

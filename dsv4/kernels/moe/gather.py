@@ -17,9 +17,12 @@ from dsv4.kernels.kit import pdl, quant
 from dsv4.kernels.kit.pointers import pointer_at
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
 from dsv4.kernels.moe.config import K_BLOCK
+from dsv4.kernels.moe.layout import LIFT, WORD_CODES, interleaved_place, interleaved_word
 from dsv4.kernels.moe.wide_plan import SCALE_COPIES
 
 WARP = 32
+BLOCK_VECTORS = K_BLOCK // VECTOR_BYTES
+VECTOR_WORDS = VECTOR_BYTES // WORD_CODES
 BATCH = 8  # loads of a lane under way
 CTAS_PER_SM = 4
 ROUNDED = 4  # k blocks of a row that a team of lanes rounds together
@@ -38,15 +41,16 @@ class GatherTokens:
     """Kernel: a CTA for 32 positions, or for 32 tokens of the shared expert.
 
     Args:
-        lift: factor in the scales of routed rows.
+        is_folded: whether words of codes of routed rows are interleaved, and their scales lifted
+            (`Kind.is_folded`).
     """
 
     threads = 256
 
-    def __init__(self, hidden: int, top_k: int, lift: float):
+    def __init__(self, hidden: int, top_k: int, is_folded: bool):
         self.hidden = hidden
         self.top_k = top_k
-        self.lift = lift
+        self.is_folded = is_folded
 
     @cute.jit
     def launch(self, codes, scales, groups, counts, pairs, weights, to: Gathered, stream, num_sms):
@@ -85,7 +89,8 @@ class GatherTokens:
             # Of a lane: a row, and its token.
             token, row, lift = start + lane, start + lane, Float32(1.0)
             if is_routed:
-                lift = Float32(self.lift)
+                if cutlass.const_expr(self.is_folded):
+                    lift = Float32(LIFT)
                 token = Int32(0)
                 if lane < count:
                     pair = pairs[row]
@@ -128,12 +133,29 @@ class GatherTokens:
                 if cutlass.const_expr(begin + i * WARP < vectors):
                     vector = begin + i * WARP + lane
                     if vector < vectors:
-                        cute.autovec_copy(_vector(source, token, vector), words[None, i])
+                        if cutlass.const_expr(self.is_folded):
+                            self._load_interleaved(source, token, vector, words[None, i])
+                        else:
+                            cute.autovec_copy(_vector(source, token, vector), words[None, i])
             for i in cutlass.range_constexpr(BATCH):
                 if cutlass.const_expr(begin + i * WARP < vectors):
                     vector = begin + i * WARP + lane
                     if vector < vectors:
                         cute.autovec_copy(words[None, i], _vector(target, row, vector))
+
+    @cute.jit
+    def _load_interleaved(self, source: cute.Tensor, token, vector, words: cute.Tensor):
+        """The words of a row that a vector of interleaved ones takes."""
+        first = vector % BLOCK_VECTORS * VECTOR_WORDS
+        for i in cutlass.range_constexpr(VECTOR_WORDS):
+            word = vector // BLOCK_VECTORS * WARP + interleaved_word(first + i)
+            words[i] = _word(source, token, word).load()
+
+
+def _word(codes: cute.Tensor, row, word) -> cute.Pointer:
+    """Four codes of a row."""
+    offset = Int64(row) * codes.stride[0] + word * WORD_CODES
+    return pointer_at(codes.iterator, offset, Uint32, align=WORD_CODES)
 
 
 def _vector(codes: cute.Tensor, row, vector) -> cute.Tensor:
@@ -158,15 +180,15 @@ class QuantizeOrdered:
 
     Args:
         top_k: k of each k + 1 rows are those of routed experts, which come first.
-        lift: factor in their scales.
+        is_folded: as of `GatherTokens`.
     """
 
     threads = 256
 
-    def __init__(self, in_features: int, top_k: int, lift: float):
+    def __init__(self, in_features: int, top_k: int, is_folded: bool):
         self.k_blocks = in_features // K_BLOCK
         self.top_k = top_k
-        self.lift = lift
+        self.is_folded = is_folded
         self.parts = -(-self.k_blocks // ROUNDED)
         self.teams = self.threads // TEAM
 
@@ -205,10 +227,17 @@ class QuantizeOrdered:
     @cute.jit
     def _store(self, codes: cute.Tensor, scales: cute.Tensor, row, k_block, lane, vector, scale):
         """A lane's codes of a group, and the group's scale."""
-        offset = Int64(row) * codes.stride[0] + (k_block * K_BLOCK + lane * VECTOR)
-        target = pointer_at(codes.iterator, offset, Uint32, align=VECTOR)
-        cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(2)))
+        lift = Float32(1.0)
+        if cutlass.const_expr(self.is_folded):
+            is_routed = row < codes.shape[0] // (self.top_k + 1) * self.top_k
+            lift = cutlass.select_(is_routed, Float32(LIFT), lift)
+            for i in cutlass.range_constexpr(2):
+                word = 2 * lane + i
+                place = cutlass.select_(is_routed, interleaved_place(word), word)
+                _word(codes, row, k_block * WARP + place).store(vector[i])
+        else:
+            offset = Int64(row) * codes.stride[0] + (k_block * K_BLOCK + lane * VECTOR)
+            target = pointer_at(codes.iterator, offset, Uint32, align=VECTOR)
+            cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(2)))
         if lane == 0:
-            routed = codes.shape[0] // (self.top_k + 1) * self.top_k
-            lift = cutlass.select_(row < routed, Float32(self.lift), Float32(1.0))
             store_scale(scales, k_block, row, quant.unpack_e8m0(scale) * lift)

@@ -5,10 +5,14 @@ into k blocks of 128. Two panels, of which a warpgroup has one each as the rows 
 fragments, make the A operand of a wgmma, 16 bytes of a lane at a time. Units of 8 rows follow each
 other in a block, one for each warp; lane l reads row l / 4 of a unit.
 
-FP4, a block of 2 KB [unit (4), lane (32), step (4)] of words: word s of lane l holds elements
-k = 32 s + 4 (l % 4) + {0, 1, 2, 3}, then + 16. Bits 4 j .. 4 j + 2 are the magnitude of element j;
-its sign is bit 8 j + 3 for the first four, bit 8 (j - 4) + 7 for the others: where they are after a
-shift, or without one, in e4m3 codes.
+FP4, a block of 2 KB [unit (4), lane (32), step (4)] of words. Where scales fold into codes, word s
+of lane l holds elements k = 32 (l % 4) + 8 s + {0 .. 7}, so that a lane has a group to itself, and
+its table once a row and block. A product adds elements in any order, if both operands have the same
+one: the word of a token's codes k = 32 i + 4 j + {0 .. 3} of a block lies at word 4 j + i there
+(`interleaved_place`). "raw", whose groups are steps: word s of lane l holds elements
+k = 32 s + 4 (l % 4) + {0, 1, 2, 3}, then + 16. Bits 4 j .. 4 j + 2 are the magnitude of a word's
+element j; its sign is bit 8 j + 3 for the first four, bit 8 (j - 4) + 7 for the others: where they
+are after a shift, or without one, in e4m3 codes.
 
 FP4 scales, a word for each row of a block [row (32)]: "packed", the least exponent of the row's
 four groups in bits 24 to 31, and how far each one is above it, 4 bits from bit 4 s on;
@@ -35,6 +39,9 @@ UNITS = PANEL_ROWS // UNIT_ROWS
 K_BLOCK = 128
 WGMMA_K = 32  # e4m3 elements of a step
 STEPS = K_BLOCK // WGMMA_K
+FP4_GROUPS = 4  # of a k block
+WORD_CODES = 4  # e4m3
+GROUP_WORDS = K_BLOCK // FP4_GROUPS // WORD_CODES  # of codes
 VECTOR_BYTES = 16  # of a lane's load
 TILE_ROWS = 128
 ATOM_LANES = 32
@@ -44,5 +51,16 @@ MAX_SPREAD = 11  # of the exponents of a packed word: e4m3 holds 0.5 * 2^-5 to 6
 # e2m1 magnitudes as e4m3 codes, times 2^-5: 0, 0.5, 1, 1.5 and 2, 3, 4, 6.
 TABLE_LOW, TABLE_HIGH = 0x14100800, 0x24201C18
 TABLE_EXPONENT = -5
+LIFT = 2.0**-TABLE_EXPONENT  # of products of folded codes
 # A step of the exponent in each code of a table word; 0 has none.
 STEP_LOW, STEP_HIGH = 0x08080800, 0x08080808
+
+
+def interleaved_place(word):
+    """Place of a k block's `word` of four codes of an activation beside folded FP4 weights."""
+    return word % GROUP_WORDS * FP4_GROUPS + word // GROUP_WORDS
+
+
+def interleaved_word(place):
+    """Inverse of `interleaved_place`."""
+    return place % FP4_GROUPS * GROUP_WORDS + place // FP4_GROUPS

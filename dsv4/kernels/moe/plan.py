@@ -111,6 +111,12 @@ class Kind:
         return self.dtype == "fp4" and not self.is_packed
 
     @property
+    def is_folded(self) -> bool:
+        """Whether scales of FP4 groups fold into codes: then words of codes of activations are
+        interleaved (`layout`)."""
+        return self.dtype == "fp4" and self.is_packed
+
+    @property
     def is_bf16(self) -> bool:
         """Whether products are of bf16, activations as they are: two rows of 64 in the place of one
         of 128 codes."""

@@ -21,7 +21,7 @@ from dsv4.kernels.kit.plan import (
     Warps,
 )
 from dsv4.kernels.moe.config import FOLDED_FORMS, ExpertsConfig
-from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS, TABLE_EXPONENT, VECTOR_BYTES
+from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS, VECTOR_BYTES
 from dsv4.kernels.moe.plan import WARPGROUP, Kind, ProductPlan, Source, Tiling
 
 # Columns that there is code for, by the most of a tiling: a tile takes the fewest that hold its
@@ -33,12 +33,6 @@ SCALE_BYTES = 4  # of a token's k block, fp32
 # there twice, the second time moved up by one: those of a tile begin at an even place in one.
 SCALE_STEP = 4
 SCALE_COPIES = 2
-
-
-def lift_of(config: ExpertsConfig) -> float:
-    """Factor in the scales of activations of routed experts: packed FP4 codes are times 2^-5."""
-    is_packed = config.expert_dtype == "fp4" and config.scale_form in FOLDED_FORMS
-    return 2.0**-TABLE_EXPONENT if is_packed else 1.0
 
 
 def scale_columns(rows: Any) -> Any:

@@ -30,6 +30,7 @@ from torch import Tensor
 from dsv4.kernels.moe.config import FOLDED_FORMS
 from dsv4.kernels.moe.layout import (
     ATOM_LANES,
+    FP4_GROUPS,
     K_BLOCK,
     MAX_SPREAD,
     PANEL_ROWS,
@@ -45,7 +46,6 @@ from dsv4.ops.quantize import NVFP4_BLOCK, pack_e2m1, unpack_e2m1
 
 QUAD = 4  # lanes that share a row, and elements or bytes of a lane that lie side by side
 HALVES = 2  # of a step's k, 16 elements each
-FP4_GROUPS = 4  # of a k block
 LEAST_EXPONENT, LARGEST_EXPONENT = 1, 254  # of normal numbers
 EMPTY_EXPONENT, EMPTY_DISTANCE = LEAST_EXPONENT, 15  # of a group without values
 TILED = "tiled"
@@ -53,7 +53,11 @@ FORMS = (*FOLDED_FORMS, "raw")
 
 # Axes of a weight [panel, unit, row, k block, step, half, lane of the quad, element], and the order
 # in which prepared FP4 and FP8 codes have them. FP8 steps are cut once more: [.., pair, step, ..].
-_FP4_ORDER = (0, 3, 1, 2, 6, 4, 5, 7)
+# Of FP4 whose scales fold into codes the axes are [.., k block, lane of the quad, step, half,
+# element].
+_FP4_ORDERS = {
+    **dict.fromkeys(FOLDED_FORMS, (0, 3, 1, 2, 4, 5, 6, 7)), "raw": (0, 3, 1, 2, 6, 4, 5, 7)
+}  # fmt: skip
 _FP8_ORDER = (0, 3, 1, 4, 2, 7, 5, 6, 8)
 # By dtype, what Hopper multiplies in bf16, and its inverse.
 _MULTIPLIED_IN_BF16 = {
@@ -70,7 +74,7 @@ def prepare_codes(codes: Tensor, form: str) -> Tensor:
         return _tile(codes, K_BLOCK // (2 if is_fp4 else 1))
     if codes.dtype in _MULTIPLIED_IN_BF16:
         return _MULTIPLIED_IN_BF16[codes.dtype][0](codes)
-    return prepare_fp4_codes(codes) if is_fp4 else prepare_fp8_codes(codes)
+    return prepare_fp4_codes(codes, form) if is_fp4 else prepare_fp8_codes(codes)
 
 
 def restore_codes(prepared: Tensor, form: str) -> Tensor:
@@ -80,7 +84,7 @@ def restore_codes(prepared: Tensor, form: str) -> Tensor:
         return _untile(prepared, K_BLOCK // (2 if is_fp4 else 1))
     if prepared.dtype in _MULTIPLIED_IN_BF16:
         return _MULTIPLIED_IN_BF16[prepared.dtype][1](prepared)
-    return restore_fp4_codes(prepared) if is_fp4 else restore_fp8_codes(prepared)
+    return restore_fp4_codes(prepared, form) if is_fp4 else restore_fp8_codes(prepared)
 
 
 def _tile(codes: Tensor, row_bytes: int) -> Tensor:
@@ -108,28 +112,28 @@ def _tile_axes(codes: Tensor, row_bytes: int) -> tuple[int, ...]:
     return (rows // TILE_ROWS, TILE_ROWS, size // row_bytes, row_bytes)
 
 
-def prepare_fp4_codes(codes: Tensor) -> Tensor:
+def prepare_fp4_codes(codes: Tensor, form: str) -> Tensor:
     """Prepared form of e2m1 codes [..., M, K / 2], two in a byte."""
-    nibbles = cut_into(unpack_e2m1(codes), _fp4_axes(codes.shape[-2], 2 * codes.shape[-1]))
-    ordered = reordered(nibbles, _FP4_ORDER).flatten(-2)
+    nibbles = cut_into(unpack_e2m1(codes), _fp4_axes(codes.shape[-2], 2 * codes.shape[-1], form))
+    ordered = reordered(nibbles, _FP4_ORDERS[form]).flatten(-2)
     magnitudes, signs = ordered & 7, ordered >> 3
     low = magnitudes[..., 0::2] | signs[..., :QUAD] << 3
     high = magnitudes[..., 1::2] | signs[..., QUAD:] << 3
     return (low | high << 4).reshape(codes.shape).view(codes.dtype)
 
 
-def restore_fp4_codes(prepared: Tensor) -> Tensor:
+def restore_fp4_codes(prepared: Tensor, form: str) -> Tensor:
     """Inverse of `prepare_fp4_codes`."""
     rows, columns = prepared.shape[-2], 2 * prepared.shape[-1]
-    axes = _fp4_axes(rows, columns)
-    ordered = [axes[i] for i in _FP4_ORDER]
+    axes, order = _fp4_axes(rows, columns, form), _FP4_ORDERS[form]
+    ordered = [axes[i] for i in order]
     bytes_ = prepared.contiguous().view(torch.uint8)
     bytes_ = bytes_.reshape(*prepared.shape[:-2], *ordered[:-2], QUAD)
     low, high = bytes_ & 0xF, bytes_ >> 4
     magnitudes = torch.stack((low & 7, high & 7), -1).flatten(-2)
     signs = torch.cat((low >> 3, high >> 3), -1)
     nibbles = (magnitudes | signs << 3).unflatten(-1, (HALVES, QUAD))
-    nibbles = reordered(nibbles, inverse(_FP4_ORDER))
+    nibbles = reordered(nibbles, inverse(order))
     return pack_e2m1(nibbles.reshape(*prepared.shape[:-2], rows, columns)).view(prepared.dtype)
 
 
@@ -266,10 +270,11 @@ def untile_scales(prepared: Tensor) -> Tensor:
 _SCALE = (0, 2, 1, 3)  # [panel, row, k block, group] and back
 
 
-def _fp4_axes(rows: int, columns: int) -> tuple[int, ...]:
+def _fp4_axes(rows: int, columns: int, form: str) -> tuple[int, ...]:
     check_whole(rows, columns)
     panels, blocks = rows // PANEL_ROWS, columns // K_BLOCK
-    return (panels, UNITS, UNIT_ROWS, blocks, STEPS, HALVES, QUAD, QUAD)
+    inner = (QUAD, STEPS, HALVES) if form in FOLDED_FORMS else (STEPS, HALVES, QUAD)
+    return (panels, UNITS, UNIT_ROWS, blocks, *inner, QUAD)
 
 
 def _fp8_axes(rows: int, columns: int) -> tuple[int, ...]:

@@ -156,8 +156,26 @@ BUGS: dict[str, Bug] = {
         BY_ROW,
     ),
     "every group as far above its row as the first": Bug(
-        at("fragments:_above").expression("0x4440 + step").replace("0x4440"),
+        at("fragments:_above").expression("8 * group").replace("0"),
         BY_ROW,
+    ),
+    "every group as far above its block as the first": Bug(
+        at("fragments:_above").expression("4 * group").replace("0"),
+    ),
+    "words of codes in their order": Bug(
+        at("activations:ActivationWarps._copy_words")
+        .expression("interleaved_word(lane)")
+        .replace("lane"),
+    ),
+    "words of rounded rows in their order": Bug(
+        at("activations:ActivationWarps._store_codes")
+        .expression("interleaved_place(2 * member + i)")
+        .replace("(2 * member + i)"),
+    ),
+    "a stage's k blocks of a token in one place": Bug(
+        at("activations:ActivationWarps._copy_words")
+        .expression("block * block_bytes")
+        .replace("0"),
     ),
     "a row's exponent left out": Bug(
         at("Consumers._tile")
@@ -224,7 +242,16 @@ BUGS: dict[str, Bug] = {
             .replace("first"),
             "scales of the shared expert lifted": at("GatherTokens.kernel")
             .expression("Float32(1.0)")
-            .replace("Float32(self.lift)"),
+            .replace("Float32(LIFT)"),
+            "words of gathered codes in their order": at("GatherTokens._load_interleaved")
+            .expression("interleaved_word(first + i)")
+            .replace("(first + i)"),
+            "words of h in their order": at("QuantizeOrdered._store")
+            .expression("interleaved_place(word)")
+            .replace("word"),
+            "words of the shared expert's h interleaved": at("QuantizeOrdered._store")
+            .expression("cutlass.select_(is_routed, interleaved_place(word), word)")
+            .replace("interleaved_place(word)"),
         }.items()
     },
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsv4.kernels.moe import layout as kernel_layout
 from dsv4.ops.moe import layout
 from dsv4.ops.quantize import unpack_e2m1
 
@@ -21,16 +22,19 @@ def words_of(prepared: torch.Tensor, *shape: int) -> torch.Tensor:
     return prepared.contiguous().view(torch.uint8).view(-1, 4).view(torch.int32).view(shape)
 
 
-def test_fp4_codes_lie_where_lanes_read_them(seed) -> None:
+@pytest.mark.parametrize("form", layout.FORMS)
+def test_fp4_codes_lie_where_lanes_read_them(form, seed) -> None:
     codes = random_bytes(ROWS, COLUMNS // 2).view(torch.int8)
     nibbles = unpack_e2m1(codes).int()
-    words = words_of(layout.prepare_fp4_codes(codes), ROWS // 32, COLUMNS // 128, 4, 32, 4)
+    words = words_of(layout.prepare_fp4_codes(codes, form), ROWS // 32, COLUMNS // 128, 4, 32, 4)
     for _ in range(300):
         panel, block, unit, lane, step = (int(torch.randint(n, ())) for n in words.shape)
         word = int(words[panel, block, unit, lane, step]) & 0xFFFFFFFF
         row = 32 * panel + 8 * unit + lane // 4
         for j in range(8):
-            k = 128 * block + 32 * step + 4 * (lane % 4) + j % 4 + 16 * (j // 4)
+            k = 128 * block + 32 * (lane % 4) + 8 * step + j
+            if form == "raw":
+                k = 128 * block + 32 * step + 4 * (lane % 4) + j % 4 + 16 * (j // 4)
             sign = 8 * j + 3 if j < 4 else 8 * (j - 4) + 7
             assert word >> 4 * j & 7 == nibbles[row, k] & 7
             assert word >> sign & 1 == nibbles[row, k] >> 3
@@ -45,6 +49,17 @@ def test_fp8_codes_lie_where_lanes_read_them(seed) -> None:
         row = 32 * panel + 8 * unit + lane // 4
         k = 128 * block + 32 * (2 * half + step) + 16 * q + 4 * (lane % 4)
         assert word == int.from_bytes(bytes(codes[row, k : k + 4].tolist()), "little")
+
+
+def test_codes_of_tokens_lie_in_the_order_of_weights_whose_scales_fold() -> None:
+    words = list(range(32))
+    places = [kernel_layout.interleaved_place(word) for word in words]
+    assert sorted(places) == words
+    assert [kernel_layout.interleaved_word(place) for place in places] == words
+    # A lane's words of a step are two of its group, in the first and the second half of the step.
+    for word, place in enumerate(places):
+        step, half, lane = place // 8, place // 4 % 2, place % 4
+        assert word == 8 * lane + 2 * step + half
 
 
 @pytest.mark.parametrize("form", layout.FORMS)
@@ -105,7 +120,8 @@ def test_every_byte_comes_back(lead, seed) -> None:
     scale = random_bytes(*lead, ROWS, COLUMNS // 32).view(torch.float8_e8m0fnu)
     narrow = (scale.view(torch.uint8) % 12 + 100).view(torch.float8_e8m0fnu)
     for there, back, tensor in (
-        (layout.prepare_fp4_codes, layout.restore_fp4_codes, fp4),
+        *((lambda x, form=form: layout.prepare_fp4_codes(x, form),
+           lambda x, form=form: layout.restore_fp4_codes(x, form), fp4) for form in layout.FORMS),
         (layout.prepare_fp8_codes, layout.restore_fp8_codes, fp8),
         (lambda x: layout.prepare_fp4_scales(x, "raw"),
          lambda x: layout.restore_fp4_scales(x, "raw"), scale),
@@ -174,7 +190,7 @@ def test_weights_of_other_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="rows must be a multiple of 32, got 72"):
         layout.prepare_fp8_codes(torch.zeros(72, 128, dtype=torch.float8_e4m3fn))
     with pytest.raises(ValueError, match="columns must be a multiple of 128, got 192"):
-        layout.prepare_fp4_codes(torch.zeros(64, 96, dtype=torch.int8))
+        layout.prepare_fp4_codes(torch.zeros(64, 96, dtype=torch.int8), "packed")
     with pytest.raises(ValueError, match="rows must be a multiple of 128, got 64"):
         layout.prepare_codes(torch.zeros(64, 128, dtype=torch.float8_e4m3fn), "tiled")
     with pytest.raises(ValueError, match="columns must be a multiple of 128, got"):

@@ -15,6 +15,7 @@ from dsv4.kernels.attention.sm90.heads_m_softmax import Rows
 from dsv4.kernels.attention.sm90.plan import HEADS, PagedHeadsMPlan
 from dsv4.kernels.attention.softmax import LN_2
 from dsv4.kernels.kit.epilogue import WARP_ROWS
+from dsv4.kernels.kit.gather import WORD_BYTES, copy_word
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.reduce import quad_max, tree
 from dsv4.kernels.kit.wgmma import by_row
@@ -80,13 +81,14 @@ class PagedScoreWarpgroup(ScoreWarpgroup):
                 head = coord.head + f.row + 8 * r
                 is_head = head < self.num_query_heads
                 head = cutlass.select_(is_head, head, cutlass.Int32(0))
+                size = cutlass.select_(is_head, cutlass.Int32(WORD_BYTES), cutlass.Int32(0))
                 sink = ctx.operands.sink_logits.iterator.toint() + head * cutlass.Int64(4)
-                copy_word(start, sink, is_head, (SINKS * HEADS + 8 * r) * 4)
+                copy_word(start, sink, size, (SINKS * HEADS + 8 * r) * 4)
                 if cutlass.const_expr(self.norm is not None):
                     pass
                 elif has_factor:
                     factor = q_factor[coord.token, None].iterator.toint() + head * cutlass.Int64(4)
-                    copy_word(start, factor, is_head, (FACTORS * HEADS + 8 * r) * 4)
+                    copy_word(start, factor, size, (FACTORS * HEADS + 8 * r) * 4)
                 else:
                     inputs[FACTORS, f.row + 8 * r] = cutlass.Float32(1.0)
                 inputs[LARGEST, f.row + 8 * r] = -cutlass.Float32.inf
@@ -175,12 +177,3 @@ def positive_scale(scale):
     """Size of a scale, and of NaN itself."""
     size = cutlass.select_(scale < 0.0, -scale, scale)
     return cutlass.select_(size < LEAST_SCALE, cutlass.Float32(LEAST_SCALE), size)
-
-
-def copy_word(target, source, is_there, offset: int) -> None:
-    """Start a copy of 4 bytes to shared memory, or of zeros."""
-    size = cutlass.select_(is_there, cutlass.Int32(4), cutlass.Int32(0))
-    cute.arch.inline_ptx(
-        f"cp.async.ca.shared.global [{{$r0}}+{offset}], [{{$r1}}], 4, {{$r2}};",
-        read_only_args=[target, source, size],
-    )

@@ -37,38 +37,77 @@ class Operands(NamedTuple):
         return Int32(self.best[0].rows.shape[0] if self.best else self.ys[0].shape[0])
 
 
+class RowsFirst(NamedTuple):
+    """Order of the tiles of few tokens: all of a token tile, then those of the next one."""
+
+    by_rows: cute.FastDivmodDivisorV2  # row groups
+
+    @classmethod
+    def of(cls, row_groups: Int32) -> "RowsFirst":
+        """Host code: on the device a division takes what 40 instructions do."""
+        return cls(divisor(row_groups))
+
+    def place(self, index: Int32, band: int) -> tuple[Int32, Int32]:
+        """Row group and token tile of a tile."""
+        token, row = divmod(index, self.by_rows)
+        return row, token
+
+
+class Bands(NamedTuple):
+    """Order of the tiles of many tokens, in bands: the token tiles of a row tile run side by side,
+    so that its weights come from DRAM once."""
+
+    by_band: cute.FastDivmodDivisorV2  # tiles of a whole band
+    by_last: cute.FastDivmodDivisorV2  # token tiles of the last one
+    last: Int32
+
+    @classmethod
+    def of(cls, row_groups: Int32, token_tiles: Int32, band: int) -> "Bands":
+        """Host code; `band` is the token tiles of a whole one."""
+        last = cutlass.max(token_tiles - 1, 0) // band
+        return cls(divisor(row_groups * band), divisor(token_tiles - last * band), last)
+
+    def place(self, index: Int32, band: int) -> tuple[Int32, Int32]:
+        """Row group and token tile of a tile."""
+        number, place = divmod(index, self.by_band)
+        last_row, last_token = divmod(place, self.by_last)
+        is_last = number == self.last
+        row = Int32(cutlass.select_(is_last, last_row, place // band))
+        token = Int32(cutlass.select_(is_last, last_token, place % band))
+        return row, number * band + token
+
+
+def divisor(value: Int32) -> cute.FastDivmodDivisorV2:
+    """By which a division is a product; host code."""
+    return cute.fast_divmod_create_divisor_v2(cutlass.max(Int32(value), 1))
+
+
 @dataclass(frozen=True)
 class TileScheduler:
-    """Output tiles of a cluster: every `clusters`-th from `cluster` on.
-
-    Row tiles come first where there are few tokens. Else token tiles do, in bands: those of a row
-    tile run side by side, so that its weights come from DRAM once.
-    """
+    """Output tiles of a cluster: every `clusters`-th from `cluster` on."""
 
     cluster: Int32
-    clusters: Int32
-    row_groups: Int32  # of as many row tiles as CTAs share activations
+    by_clusters: cute.FastDivmodDivisorV2
     tiles: Int32  # for each CTA of the cluster
     first_tiles: tuple[Int32, ...]  # first row tile of each weight but the first
-    sharing: int
+    sharing: int  # CTAs that have row tiles of a group
     row_rank: Int32  # among those CTAs
-    token_tiles: Int32 | None = None  # where they come in bands
-    band: int = 1  # token tiles
+    order: RowsFirst | Bands
+    band: int  # token tiles
 
     def coordinates(self, index: Int32) -> OutputTile:
-        if self.token_tiles is None:
-            row_tile, token_tile = index % self.row_groups, index // self.row_groups
-            return output_tile(self.first_tiles, row_tile, token_tile)
-        first = index // (self.row_groups * self.band) * self.band
-        width = cutlass.min(self.token_tiles - first, self.band)
-        place = index - first * self.row_groups
-        row_tile = place // width * self.sharing + self.row_rank
-        return output_tile(self.first_tiles, row_tile, first + place % width)
+        row_group, token_tile = self.order.place(index, self.band)
+        row_tile = row_group * self.sharing + self.row_rank
+        return output_tile(self.first_tiles, row_tile, token_tile)
+
+    @property
+    def clusters(self) -> Int32:
+        return self.by_clusters.divisor
 
     @property
     def count(self) -> Int32:
         """Tiles of this cluster."""
-        return (self.tiles - self.cluster + self.clusters - 1) // self.clusters
+        return (self.tiles - self.cluster + self.clusters - 1) // self.by_clusters
 
     def index(self, n) -> Int32:
         """The n-th tile of this cluster."""

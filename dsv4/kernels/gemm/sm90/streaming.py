@@ -43,11 +43,14 @@ from dsv4.kernels.gemm.plan import LinearPlan, Tiling, clusters_at_once
 from dsv4.kernels.gemm.sm90.consumers import Consumers
 from dsv4.kernels.gemm.sm90.context import (
     DTYPES,
+    Bands,
     LastTokens,
     LinearContext,
     Operands,
+    RowsFirst,
     TileScheduler,
     allocate,
+    divisor,
     weight_policy,
 )
 from dsv4.kernels.gemm.sm90.load_warp import LoadWarp
@@ -57,12 +60,13 @@ from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYT
 
 
 class Grid(NamedTuple):
-    """Output tiles of one kind of weights, and the clusters that share them out."""
+    """Output tiles of one kind of weights, and who shares them out."""
 
     first_tiles: tuple[Int32, ...]  # first row tile of each weight but the first
     row_groups: Int32  # of as many row tiles as CTAs share activations
     token_tiles: Int32
-    clusters: Int32
+    by_clusters: cute.FastDivmodDivisorV2  # that share them out
+    order: RowsFirst | Bands  # of the tiles
 
 
 class LinearBody:
@@ -108,6 +112,12 @@ class LinearBody:
         row_groups = cute.ceil_div(total, plan.tiling.sharing)
         return tuple(firsts[1:]), row_groups, cute.ceil_div(operands.tokens, plan.tokens)
 
+    def order(self, row_groups: Int32, token_tiles: Int32) -> RowsFirst | Bands:
+        """Order of the tiles."""
+        if self.plan.tiling.is_wide:
+            return Bands.of(row_groups, token_tiles, self.plan.band)
+        return RowsFirst.of(row_groups)
+
     # ---- device ----
 
     @cute.jit
@@ -134,11 +144,9 @@ class LinearBody:
         if cutlass.const_expr(size > 1):
             cute.arch.cluster_arrive_relaxed()
         rank, row_rank = (rank, Int32(0)) if tiling.sharing == 1 else (Int32(0), rank)
-        tiles, bands = grid.row_groups * grid.token_tiles, None
-        if cutlass.const_expr(tiling.is_wide):
-            bands = grid.token_tiles
-        tiling_of = (grid.row_groups, tiles, grid.first_tiles, tiling.sharing, row_rank, bands)
-        scheduler = TileScheduler(cluster, grid.clusters, *tiling_of, plan.band)
+        tiles = grid.row_groups * grid.token_tiles
+        order = tiling.sharing, row_rank, grid.order, plan.band
+        scheduler = TileScheduler(cluster, grid.by_clusters, tiles, grid.first_tiles, *order)
         policy = weight_policy(plan, grid.token_tiles)
         copied_rows = self.copied_rows(operands)
         last = LastTokens.of(plan, operands.tokens)
@@ -238,7 +246,9 @@ class StreamingLinear:
         counts = [row_groups * token_tiles for _, row_groups, token_tiles in tiles]
         row_bytes = [body.plan.kind.value for body in self.bodies]
         clusters = clusters_of_kinds(counts, row_bytes, resident)
-        grids = tuple(Grid(*tile, count) for tile, count in zip(tiles, clusters))
+        orders = (body.order(*tile[1:]) for body, tile in zip(self.bodies, tiles))
+        divisors = map(divisor, clusters)
+        grids = tuple(Grid(*grid) for grid in zip(*zip(*tiles), divisors, orders))
         self.kernel(tuple(maps), tuple(operands), grids).launch(
             grid=[sum(clusters[1:], clusters[0]) * tiling.ctas, 1, 1],
             block=[plan.warps.threads, 1, 1],
@@ -264,7 +274,7 @@ class StreamingLinear:
         if cutlass.const_expr(len(self.bodies) == 1):
             self.bodies[0].run(start, maps[0], operands[0], grids[0], cluster)
         else:
-            count = grids[0].clusters
+            count = grids[0].by_clusters.divisor
             if cluster < count:
                 self.bodies[0].run(start, maps[0], operands[0], grids[0], cluster)
             else:

@@ -10,17 +10,24 @@ from cutlass import Int32, Int64, Uint32, cute
 from dsv4.kernels.gemm.quantize import PAIRS, TEAM, VECTOR, quantize_vector
 from dsv4.kernels.gemm.sm90.activations import scale_value
 from dsv4.kernels.kit import pdl, quant
-from dsv4.kernels.kit.gather import copy_vector
+from dsv4.kernels.kit.gather import WORD_BYTES, copy_vector, copy_word
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.pointers import pointer_at
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
-from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS
+from dsv4.kernels.moe.layout import (
+    K_BLOCK,
+    PANEL_ROWS,
+    interleaved_place,
+    interleaved_word,
+)
 from dsv4.kernels.moe.plan import ACTIVATION_WARPS, Kind, ProductPlan
 from dsv4.kernels.moe.sm90.context import ProductContext, WorkTile, panels_of, read_schedule
 
 WARP = 32
 BATCH = 8  # loads of a lane under way
 BLOCK_VECTORS = K_BLOCK // VECTOR_BYTES
+VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
+assert K_BLOCK // WORD_BYTES == WARP, "a lane has a word of a k block"
 
 
 class ActivationWarps:
@@ -154,9 +161,27 @@ class ActivationWarps:
         cursor: Cursor,
     ):  # fmt: skip
         """Codes and scales of a stage as they lie; the copies arrive at the stage's mbarrier."""
-        x = ctx.operands.x
         scales = self._load_scales(ctx, kind, tile, rows, lane, step)
         ctx.pipes.ring.acquire(cursor)
+        if cutlass.const_expr(kind.is_folded):
+            self._copy_words(ctx, kind, tile, rows, lane, step, cursor.stage)
+        else:
+            self._copy_vectors(ctx, kind, tile, rows, lane, step, cursor.stage)
+        for i in cutlass.range_constexpr(cute.size(scales)):
+            index = i * WARP + lane
+            if index < tile.count * kind.blocks:
+                column, block = self._column(index, kind)
+                self._scale_address(ctx, kind, cursor.stage, column, block).store(
+                    scale_value(scales[i])
+                )
+        cute.arch.cp_async_mbarrier_arrive_noinc(ctx.pipes.ring.full + cursor.stage)
+
+    @cute.jit
+    def _copy_vectors(
+        self, ctx: ProductContext, kind: cutlass.Constexpr, tile: WorkTile, rows, lane, step, stage
+    ):
+        """Codes of a stage in their order."""
+        x = ctx.operands.x
         vectors = tile.count * (kind.blocks * BLOCK_VECTORS)
         for start in cutlass.range(0, vectors, WARP, unroll=4):
             index = start + lane
@@ -166,17 +191,27 @@ class ActivationWarps:
             if index < vectors and k_block < self.plan.k_blocks:
                 vector = index % BLOCK_VECTORS
                 offset = Int64(row) * x.stride[0] + k_block * K_BLOCK + vector * VECTOR_BYTES
-                target = self._code_address(ctx, kind, cursor.stage, column, block, vector)
+                target = self._code_address(ctx, kind, stage, column, block, vector)
                 source = pointer_at(x.iterator, offset, Uint32)
                 copy_vector(Int32(target.toint()), source.toint(), Int32(VECTOR_BYTES))
-        for i in cutlass.range_constexpr(cute.size(scales)):
-            index = i * WARP + lane
-            if index < tile.count * kind.blocks:
-                column, block = self._column(index, kind)
-                self._scale_address(ctx, kind, cursor.stage, column, block).store(
-                    scale_value(scales[i])
-                )
-        cute.arch.cp_async_mbarrier_arrive_noinc(ctx.pipes.ring.full + cursor.stage)
+
+    @cute.jit
+    def _copy_words(
+        self, ctx: ProductContext, kind: cutlass.Constexpr, tile: WorkTile, rows, lane, step, stage
+    ):
+        """Codes of a stage, words interleaved: a lane has a place of each k block."""
+        x, block_bytes = ctx.operands.x, kind.tokens * K_BLOCK
+        size = Int32(WORD_BYTES)
+        own = step * (kind.blocks * K_BLOCK) + interleaved_word(lane) * WORD_BYTES
+        vector, inner = lane // VECTOR_WORDS, lane % VECTOR_WORDS * WORD_BYTES
+        for column in cutlass.range(tile.count, unroll=2):
+            row = row_of(rows, column, kind)
+            source = pointer_at(x.iterator, Int64(row) * x.stride[0] + own, Uint32).toint()
+            target = self._code_address(ctx, kind, stage, column, Int32(0), vector) + inner
+            for block in cutlass.range_constexpr(kind.blocks):
+                if step * kind.blocks + block < self.plan.k_blocks:
+                    offsets = block * block_bytes, block * K_BLOCK
+                    copy_word(Int32(target.toint()), source, size, *offsets)
 
     @cute.jit
     def _load_scales(
@@ -248,17 +283,26 @@ class ActivationWarps:
         codes: cute.Tensor, scales: cute.Tensor,
     ):  # fmt: skip
         team, member, teams = lane // TEAM, lane % TEAM, WARP // TEAM
-        half = cute.assume(member % 2 * (VECTOR_BYTES // 2), divby=VECTOR_BYTES // 2)
         for i in cutlass.range_constexpr(BATCH):
             index = start + i * teams + team
             if index < groups:
                 column, block = self._column(index, kind)
-                target = self._code_address(ctx, kind, stage, column, block, member // 2) + half
-                pointer = cute.recast_ptr(target, dtype=Uint32)
-                cute.autovec_copy(codes[None, i], cute.make_tensor(pointer, cute.make_layout(2)))
+                self._store_codes(ctx, kind, stage, column, block, member, codes[None, i])
                 if member == 0:
                     address = self._scale_address(ctx, kind, stage, column, block)
                     address.store(quant.unpack_e8m0(scales[i]))
+
+    def _store_codes(
+        self, ctx: ProductContext, kind: Kind, stage, column, block, member, codes: cute.Tensor
+    ) -> None:
+        """Store the two words of a member of a team."""
+        size = WORD_BYTES if kind.is_folded else 2 * WORD_BYTES
+        words = [[codes[0]], [codes[1]]] if kind.is_folded else [[codes[0], codes[1]]]
+        for i, values in enumerate(words):
+            place = interleaved_place(2 * member + i) if kind.is_folded else 2 * member
+            vector, inner = place // VECTOR_WORDS, place % VECTOR_WORDS * WORD_BYTES
+            target = self._code_address(ctx, kind, stage, column, block, vector)
+            store_words(target + cute.assume(inner, divby=size), values)
 
     # ---- both ----
 
@@ -302,6 +346,15 @@ class ActivationWarps:
 
     def _scale_address(self, ctx: ProductContext, kind: Kind, stage, column, block):
         return ctx.smem.x_scale + (stage * self.plan.x_rows + block * kind.tokens + column)
+
+
+def store_words(target: cute.Pointer, values: list) -> None:
+    """Store words side by side in shared memory by one instruction."""
+    words = cute.make_rmem_tensor(len(values), Uint32)
+    for i, value in enumerate(values):
+        words[i] = value
+    pointer = cute.recast_ptr(target, dtype=Uint32)
+    cute.autovec_copy(words, cute.make_tensor(pointer, cute.make_layout(len(values))))
 
 
 @cute.jit

@@ -7,12 +7,10 @@ from cutlass.cute.nvgpu import warpgroup
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.wgmma import gemm, scale_rows
-from dsv4.kernels.moe.layout import PANEL_ROWS, STEPS, TABLE_EXPONENT
+from dsv4.kernels.moe.layout import LIFT, PANEL_ROWS, STEPS
 from dsv4.kernels.moe.plan import Kind, ProductPlan
 from dsv4.kernels.moe.sm90.context import ProductContext, WorkTile, read_schedule, tile_mma
 from dsv4.kernels.moe.sm90.fragments import load_fragment, packed_scale, raw_scale, row_scale
-
-LIFT = 2.0**-TABLE_EXPONENT  # of packed FP4 codes
 
 
 class Consumers:
@@ -181,7 +179,7 @@ class Consumers:
         """sums += acc * (activation scale of the column * weight scale of the row), or without the
         row's."""
         # Packed codes are times 2^-5; the factor must not overflow before the activation's.
-        lift = LIFT if kind.dtype == "fp4" and kind.is_packed else 1.0
+        lift = LIFT if kind.is_folded else 1.0
         first_scale = stage * self.plan.x_rows + block * kind.tokens
         for n in cutlass.range_constexpr(kind.column_groups):
             pair = cute.make_rmem_tensor(2, Float32)

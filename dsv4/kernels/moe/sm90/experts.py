@@ -41,7 +41,7 @@ from dsv4.kernels.moe.sm90.router_within_product import RouterWithinProduct
 from dsv4.kernels.moe.sm90.wide_context import Activations
 from dsv4.kernels.moe.sm90.wide_epilogue import WideRows, WideSwiGlu
 from dsv4.kernels.moe.sm90.wide_product import WideProduct
-from dsv4.kernels.moe.wide_plan import SCALE_BYTES, SCALE_COPIES, WidePlan, lift_of, scale_columns
+from dsv4.kernels.moe.wide_plan import SCALE_BYTES, SCALE_COPIES, WidePlan, scale_columns
 
 
 class ExpertsSm90:
@@ -236,11 +236,11 @@ class WideProducts:
 
     def __init__(self, config: ExpertsConfig, tiling: Tiling, routing, lanes_per_warp: int):
         self.select = None if routing is None else SelectMany(routing)
-        lift = lift_of(config)
-        self.gather = GatherTokens(config.hidden, config.top_k, lift)
         plan = WidePlan.up(config, tiling, lanes_per_warp)
+        is_folded = plan.routed[0].is_folded
+        self.gather = GatherTokens(config.hidden, config.top_k, is_folded)
         self.up = WideProduct(plan, WideSwiGlu(plan.panels, config.top_k, config.limit))
-        self.quantizer = QuantizeOrdered(config.inner, config.top_k, lift)
+        self.quantizer = QuantizeOrdered(config.inner, config.top_k, is_folded)
         plan = WidePlan.down(config, tiling, lanes_per_warp)
         self.down = WideProduct(plan, WideRows(plan, config.top_k))
 

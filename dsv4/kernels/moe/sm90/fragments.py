@@ -4,6 +4,7 @@ from cutlass import Float32, Int32, Uint32, cute
 
 from dsv4.kernels.kit.quant import unpack_e8m0
 from dsv4.kernels.moe.layout import (
+    FP4_GROUPS,
     STEP_HIGH,
     STEP_LOW,
     STEPS,
@@ -94,13 +95,11 @@ def fill_fragment(
             scale = load_words(words + row, 1)[0]
             vector = cute.assume((unit * WARP + lane) * VECTOR_BYTES, divby=VECTOR_BYTES)
             words = load_words(start + vector, LANE_WORDS)
+            above = Uint32(RAW_EXPONENT)
+            if kind.is_folded:
+                above = _above(scale, lane % FP4_GROUPS, plan.scales_rows_last(kind))
+            low, high = TABLE_LOW + above * STEP_LOW, TABLE_HIGH + above * STEP_HIGH
             for step in range(STEPS):
-                low, high = Uint32(TABLE_LOW), Uint32(TABLE_HIGH)
-                if kind.is_packed:
-                    above = _above(scale, step, plan.scales_rows_last(kind))
-                    low, high = low + above * STEP_LOW, high + above * STEP_HIGH
-                else:
-                    low, high = low + RAW_EXPONENT * STEP_LOW, high + RAW_EXPONENT * STEP_HIGH
                 codes = decode_fp4(words[step], low, high)
                 fragment[panel, step], fragment[2 + panel, step] = codes
             scales.append(scale)
@@ -116,13 +115,12 @@ def fill_fragment(
     return scales
 
 
-def _above(scale: Uint32, step: int, is_row_packed: bool) -> Uint32:
+def _above(scale: Uint32, group: Int32, is_row_packed: bool) -> Uint32:
     """How far a group of a packed word is above its common exponent."""
-    if not is_row_packed:
-        return (scale >> (4 * step)) & 0xF
-    if step == STEPS - 1:
-        return scale >> 28
-    return permute(scale, Uint32(0), Uint32(0x4440 + step))
+    place = 4 * group
+    if is_row_packed:
+        place = 8 * group + 4 * (group // (FP4_GROUPS - 1))
+    return (scale >> Uint32(place)) & 0xF
 
 
 def row_scale(even: Uint32, odd: Uint32) -> Float32:
