@@ -235,7 +235,7 @@ def test_every_barrier_and_fence_is_reached(seed) -> None:
     compiled = simulator.compile(build, config)
     outcomes = []
     for i, tiling in enumerate(tilings(simulator, config)):
-        launches = [inputs]
+        launches = [inputs, *(inputs.first(n) for n in (44, 43, 42))]
         if tiling.is_wide:
             launches = many
         elif tiling.rounds:

@@ -225,8 +225,7 @@ class WideConsumers:
         warpgroup.commit_group()
 
     def _add(self, ctx: LinearContext, sums, acc, warp, cursor: Cursor, is_first: bool) -> None:
-        """sums += the products of a k block * its scales; of the first one, to zeros that nobody
-        writes."""
+        """sums += the products of a k block * its scales; the first one's take their place."""
         factors = self._factors(ctx, cursor.stage, warp, cute.arch.lane_idx())
         warpgroup.wait_group(0)
         self._promote(sums, acc, factors, is_first)
@@ -238,8 +237,8 @@ class WideConsumers:
         return [ctx.smem.scales[token, stage] for token in tokens]
 
     def _promote(self, sums, acc, factors: list, is_first: bool) -> None:
-        """sums += acc * the scales of the tokens, or of the first products 0 + these; of two terms,
-        both of a token are a lane's."""
+        """sums += acc * the scales of the tokens, the first ones with a constant 0 for sums; of two
+        terms, both of a token are a lane's."""
         for n in range(cute.size(acc) // LANE_VALUES):
             for c in range(2):
                 found = [acc[LANE_VALUES * n + 2 * r + c] for r in range(2)]
