@@ -20,8 +20,10 @@ FEW_SMS = 1  # rings wrap
 CASE = Case(11, 256, 384, 4, 2, one_expert=True, has_missing=True, live=10)
 RAW = Case(3, 256, 128, 4, 2, spread=20)
 BY_ROW = Case(3, 256, 384, 4, 2, is_row_packed=True)
-# Tiles of more than one kind, and groups that begin at odd places.
+# Tiles of more than one kind.
 MANY = Case(41, 256, 384, 4, 2, one_expert=True, live=40)
+# A group that begins at an odd place, whatever is drawn.
+ODD = Case(40, 256, 384, 4, 2, is_graded=True, live=39)
 MANY_BY_ROW = replace(MANY, is_row_packed=True)
 # Tall tiles have long stages, of which a tile has several.
 TALL = replace(MANY, hidden=512)
@@ -192,6 +194,11 @@ BUGS: dict[str, Bug] = {
         MANY_BY_ROW,
         WIDE,
     ),
+    "many tokens: the second copy of scales in the place of the first": Bug(
+        at("store_scale").expression("row + i").replace("row"),
+        ODD,
+        WIDE,
+    ),
     "experts that a token lacks are added": Bug(
         at("Combine.kernel").expression("experts[place] >= 0").replace("(token >= 0)"),
     ),
@@ -231,9 +238,6 @@ BUGS: dict[str, Bug] = {
             "lists read before the launch before is over": at("WideTileLoadWarp.load")
             .call("pdl.wait_for_previous_launch")
             .delete(),
-            "the second copy of scales in the place of the first": at("store_scale")
-            .expression("row + i")
-            .replace("row"),
             "tokens of the wrong part": at("WideTileLoadWarp._load")
             .expression("row + ctx.rank * part")
             .replace("row"),

@@ -1,6 +1,7 @@
 """Activation warps of a grouped product: tokens of a tile into the ring, beside the weights.
 
-Codes are gathered from L2 by token, or made of bf16 rows on the way. Columns that no token uses are
+Codes are gathered from L2 by token, or made of bf16 rows on the way; beside folded FP4 weights
+their words are interleaved (`layout`). Columns that no token uses are
 left as they are: a column of a product reads no other.
 """
 
