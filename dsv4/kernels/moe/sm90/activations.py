@@ -1,8 +1,8 @@
 """Activation warps of a grouped product: tokens of a tile into the ring, beside the weights.
 
 Codes are gathered from L2 by token, or made of bf16 rows on the way; beside folded FP4 weights
-their words are interleaved (`layout`). Columns that no token uses are
-left as they are: a column of a product reads no other.
+their words are interleaved (`layout`). Columns that no token uses are left as they are: a column of
+a product reads no other.
 """
 
 import cutlass
