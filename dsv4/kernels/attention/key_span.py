@@ -14,6 +14,7 @@ from cutlass import cute
 
 from dsv4.kernels.attention.mask import clamp_length, is_padding, tokens_after
 from dsv4.kernels.attention.pieces import PIECE_TILES
+from dsv4.kernels.kit.divisor import divisor
 
 # Flags of a key span: both branches have keys; the tile that was loaded speculatively is its first
 # one (hit), or none of its (miss), and the stage that holds it is released unread. Above them lies
@@ -126,7 +127,7 @@ class TokenPieces(NamedTuple):
 def request_divisor(tokens, batch) -> cute.FastDivmodDivisorV2:
     """Divisor by the tokens of a request, if all have equally many; host code."""
     request_tokens = cute.ceil_div(tokens, cutlass.max(batch, 1))
-    return cute.fast_divmod_create_divisor_v2(cutlass.max(request_tokens, 1))
+    return divisor(request_tokens)
 
 
 def tiles_of_split(tiles, split, by_splits: cute.FastDivmodDivisorV2 | TokenPieces):

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-import cutlass
 from cutlass import Int32, cute
 
 from dsv4.kernels.attention.paged_keys import KeyPool, PagedKeys
+from dsv4.kernels.kit.divisor import divisor
 
 
 class PagedArguments(NamedTuple):
@@ -55,8 +55,5 @@ class PagedArguments(NamedTuple):
 
 
 def _pool(pool, indices, lens, table) -> KeyPool:
-    by_page, by_columns = (
-        cute.fast_divmod_create_divisor_v2(cutlass.max(Int32(x), 1))
-        for x in (pool.shape[1], table.shape[1])
-    )
+    by_page, by_columns = divisor(pool.shape[1]), divisor(table.shape[1])
     return KeyPool(pool, indices, lens, table, by_page, by_columns)

@@ -11,6 +11,7 @@ from dsv4.kernels.gemm.config import Kind, num_code_rows
 from dsv4.kernels.gemm.operands import OutputTile, output_tile
 from dsv4.kernels.gemm.plan import FEW_TOKENS, M_TILE, LinearPlan
 from dsv4.kernels.kit import mbarrier
+from dsv4.kernels.kit.divisor import divisor
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, operand_atoms
 from dsv4.kernels.kit.tma import EVICT_FIRST, EVICT_NORMAL
@@ -44,7 +45,7 @@ class RowsFirst(NamedTuple):
 
     @classmethod
     def of(cls, row_groups: Int32) -> "RowsFirst":
-        """Host code: on the device a division takes what 40 instructions do."""
+        """Host code."""
         return cls(divisor(row_groups))
 
     def place(self, index: Int32, band: int) -> tuple[Int32, Int32]:
@@ -75,11 +76,6 @@ class Bands(NamedTuple):
         row = Int32(cutlass.select_(is_last, last_row, place // band))
         token = Int32(cutlass.select_(is_last, last_token, place % band))
         return row, number * band + token
-
-
-def divisor(value: Int32) -> cute.FastDivmodDivisorV2:
-    """By which a division is a product; host code."""
-    return cute.fast_divmod_create_divisor_v2(cutlass.max(Int32(value), 1))
 
 
 @dataclass(frozen=True)

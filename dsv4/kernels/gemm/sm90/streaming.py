@@ -50,12 +50,12 @@ from dsv4.kernels.gemm.sm90.context import (
     RowsFirst,
     TileScheduler,
     allocate,
-    divisor,
     weight_policy,
 )
 from dsv4.kernels.gemm.sm90.load_warp import LoadWarp
 from dsv4.kernels.gemm.sm90.wide import ScaleWarp, WideConsumers, WideLoadWarp
 from dsv4.kernels.kit import mbarrier, pdl
+from dsv4.kernels.kit.divisor import divisor
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES
 
 

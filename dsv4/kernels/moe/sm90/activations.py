@@ -15,6 +15,7 @@ from dsv4.kernels.kit.gather import WORD_BYTES, copy_vector, copy_word
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.pointers import pointer_at
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
+from dsv4.kernels.kit.vectors import in_registers
 from dsv4.kernels.moe.layout import (
     K_BLOCK,
     PANEL_ROWS,
@@ -351,11 +352,9 @@ class ActivationWarps:
 
 def store_words(target: cute.Pointer, values: list) -> None:
     """Store words side by side in shared memory by one instruction."""
-    words = cute.make_rmem_tensor(len(values), Uint32)
-    for i, value in enumerate(values):
-        words[i] = value
     pointer = cute.recast_ptr(target, dtype=Uint32)
-    cute.autovec_copy(words, cute.make_tensor(pointer, cute.make_layout(len(values))))
+    into = cute.make_tensor(pointer, cute.make_layout(len(values)))
+    cute.autovec_copy(in_registers(values), into)
 
 
 @cute.jit
