@@ -34,8 +34,10 @@ from dsv4.layers.reductions import full_precision_sums
 from dsv4.model.model import DeepseekV4
 
 BATCHES = (1, 4, 16, 64, 256)
-WARM_UP, REPLAYS = 3, 20
-STEPS = WARM_UP + REPLAYS + 4  # of a model, those of the profiler among them
+# Replays that are timed together, as an engine starts a step while the one before runs: of a single
+# one the host's time to start it may be several percent.
+WARM_UP, ROUNDS, TOGETHER = 3, 7, 3
+STEPS = WARM_UP + ROUNDS * TOGETHER + 4  # of a model, those of the profiler among them
 LAYERS_OF_A_KIND = 8  # of a timed chain: more than L2 holds at one token
 KINDS = (LayerKind.CSA, LayerKind.HCA, LayerKind.SWA)
 COLUMNS = (
@@ -168,9 +170,10 @@ class _Bench:
         self.inputs = _inputs(self.cache, rows, tokens, start)
         self.inputs.tokens.random_(self.model.config.vocab_size)
         device = self.inputs.tokens.device
-        # Step i of request b accepts its drafts where its number in a fixed sequence says so.
+        # Step i of request b accepts its drafts as number b + i of a fixed sequence says.
         self.clock = torch.arange(rows, device=device)
-        self.share = shape.acceptance
+        numbers = (torch.arange(STEPS + rows + 1) * shape.acceptance).floor()
+        self.accepted = (numbers.diff() * shape.drafts).long().to(device)
 
     def measure(self, machine: Machine, trace: Path | None) -> Result:
         distinct = self._count_experts()
@@ -196,14 +199,14 @@ class _Bench:
         """Verify the newest tokens, then put what follows them in their place."""
         inputs, drafts = self._fresh(), self.shape.drafts
         found = verify(self.model, self.cache, inputs, drafts)
-        accepted = torch.zeros_like(self.clock)
+        inputs.step.starts.add_(1)
         if drafts:
-            before, now = (self.clock * self.share).floor(), ((self.clock + 1) * self.share).floor()
-            accepted = ((now - before) * drafts).long()
-            self.clock += 1
-        inputs.tokens[:, :1] = found.gather(1, accepted[:, None])
-        inputs.tokens[:, 1:] = found[:, drafts + 2 :]
-        inputs.step.starts.add_(1 + accepted)
+            accepted = self.accepted[self.clock]
+            self.clock.add_(1)
+            inputs.step.starts.add_(accepted)
+            inputs.tokens[:, 1:] = found[:, drafts + 2 :]
+            found = found.gather(1, accepted[:, None])
+        inputs.tokens[:, :1] = found
 
     def _fresh(self) -> ForwardInputs:
         # A step keeps what was derived from it, which a graph must derive itself.
@@ -258,9 +261,14 @@ class _Bench:
 
 def _median(graph: torch.cuda.CUDAGraph) -> float:
     """Microseconds of a replay."""
+
+    def replay_some() -> None:
+        for _ in range(TOGETHER):
+            graph.replay()
+
     for _ in range(WARM_UP):
         graph.replay()
-    return statistics.median(elapsed_microseconds(graph.replay) for _ in range(REPLAYS))
+    return statistics.median(elapsed_microseconds(replay_some) for _ in range(ROUNDS)) / TOGETHER
 
 
 def _inputs(cache: ModelCache, rows: int, tokens: int, start: int) -> ForwardInputs:

@@ -59,7 +59,7 @@ def prefill(
         chosen = token.clamp_min(0)
         known = inputs.next_tokens != SAMPLED_HERE
         next_tokens = torch.where(known, inputs.next_tokens, chosen)
-        later = sampling.after(chosen, torch.ones_like(chosen, dtype=torch.bool))
+        later = sampling.after(chosen)
         given = streams.values, next_tokens, end, later
         drafts = _draft(model, cache, inputs, *given, num_drafts)
         drafted = torch.zeros_like(end), drafts
@@ -107,11 +107,19 @@ def verify(model: DeepseekV4, cache: ModelCache, inputs: ForwardInputs, num_draf
         return packed(sampled, (), logits, sampling.logprobs)
     drafted = step.offsets[1:] < step.lens[:, None]
     matches = (sampled[:, :-1] == inputs.tokens[:, 1:]) & drafted
-    accepted = matches.long().cumprod(dim=1).sum(dim=1)
-    chosen = sampled.clamp_min(0)
-    later = sampling.after(chosen, step.offsets <= accepted[:, None])
+    accepted = _leading(matches)
+    chosen, later = sampled.clamp_min(0), sampling
+    if sampling.penalties is not None:
+        later = sampling.after(chosen, step.offsets <= accepted[:, None])
     drafts = _draft(model, cache, inputs, streams, chosen, accepted, later, num_drafts)
     return packed(sampled, (accepted, drafts), logits, sampling.logprobs)
+
+
+def _leading(matches: Tensor) -> Tensor:
+    """How many of each row [B, k] match ahead of the first that does not, [B] int64."""
+    if matches.shape[1] == 1:  # three launches fewer
+        return matches[:, 0].long()
+    return matches.long().cumprod(dim=1).sum(dim=1)
 
 
 def _draft(
@@ -150,7 +158,7 @@ def _draft(
         drafts.append(draft)
         if len(drafts) == num_drafts:
             return torch.cat(drafts, dim=1)
-        sampling = sampling.after(draft, torch.ones_like(draft, dtype=torch.bool))
+        sampling = sampling.after(draft)
         position = position + 1
         single = replace(step, starts=position, lens=step.lens.clamp_max(1), chunk=1)
         pending = mtp.unwritten_streams(streams, draft, cache, single)

@@ -35,9 +35,10 @@ class Penalties:
     prompted: Tensor
     generated: Tensor
 
-    def after(self, tokens: Tensor, kept: Tensor) -> Penalties:
-        """Return them after some more tokens [B, n] int64, of which those `kept` [B, n] count."""
-        count = kept.to(torch.int32)
+    def after(self, tokens: Tensor, kept: Tensor | None = None) -> Penalties:
+        """Return them after some more tokens [B, n] int64, of which those `kept` [B, n] count;
+        None: all do."""
+        count = torch.ones_like(tokens, dtype=torch.int32) if kept is None else kept.to(torch.int32)
         return replace(self, generated=self.generated.scatter_add(1, tokens, count))
 
     def apply(self, logits: Tensor, following: Tensor | None) -> Tensor:
@@ -94,8 +95,9 @@ class SamplingBatch:
         changes = (self.penalties, self.bias, self.logprobs)
         return self.greedy and all(option is None for option in changes)
 
-    def after(self, tokens: Tensor, kept: Tensor) -> SamplingBatch:
-        """Return it for positions behind more tokens [B, n], of which those `kept` count."""
+    def after(self, tokens: Tensor, kept: Tensor | None = None) -> SamplingBatch:
+        """Return it for positions behind more tokens [B, n], of which those `kept` count; None:
+        all do."""
         if self.penalties is None:
             return self
         return replace(self, penalties=self.penalties.after(tokens, kept))

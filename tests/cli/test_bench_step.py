@@ -84,7 +84,7 @@ def test_keys_have_the_format_that_is_asked_for(made) -> None:
 
 
 def test_contexts_shorter_than_the_steps_are_refused(made) -> None:
-    for drafts, least in ((0, 28), (1, 55)):
+    for drafts, least in ((0, 29), (1, 57)):
         bench._Bench(made, bench.Shape("tiny", None, 1, least, drafts))
         with pytest.raises(ValueError, match=f"context: got {least - 1}, the .* at least {least}"):
             bench._Bench(made, bench.Shape("tiny", None, 1, least - 1, drafts))
