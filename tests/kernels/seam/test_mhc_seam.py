@@ -207,7 +207,7 @@ def test_tilings_hold_every_group_and_fit() -> None:
                 assert parts <= tokens and tiling.groups * max(parts, 1) <= 2 * 132
     for dim in (4096, 7168):
         assert has_kernel(SeamConfig(dim, 4, False, True, 20, EPS, EPS)), dim
-    # Of Flash one cluster takes what a pass holds; of Pro each token has one while they find places.
+    # Of Flash a cluster takes what a pass holds; of Pro each token has one while they find places.
     for dim, chosen in ((4096, {2: (1, 2), 3: (1, 4), 8: (4, 2)}), (7168, {2: (2, 1), 8: (4, 2)})):
         tiling = tiling_of(SeamConfig(dim, 4, False, True, 20, EPS, EPS))
         for tokens, launch in chosen.items():
