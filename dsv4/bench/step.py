@@ -34,7 +34,7 @@ from dsv4.layers.reductions import full_precision_sums
 from dsv4.model.model import DeepseekV4
 
 BATCHES = (1, 4, 16, 64, 256)
-# Replays that are timed together, as an engine starts a step while the one before runs: one by itself
+# Replays are timed together, as an engine starts a step while the one before runs: one by itself
 # took up to 4 % longer, in a process that had measured another number of requests before.
 WARM_UP, ROUNDS, TOGETHER = 3, 7, 3
 STEPS = WARM_UP + ROUNDS * TOGETHER + 4  # of a model, those of the profiler among them
