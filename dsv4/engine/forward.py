@@ -109,7 +109,7 @@ def verify(model: DeepseekV4, cache: ModelCache, inputs: ForwardInputs, num_draf
     matches = (sampled[:, :-1] == inputs.tokens[:, 1:]) & drafted
     accepted = _leading(matches)
     chosen, later = sampled.clamp_min(0), sampling
-    if sampling.penalties is not None:
+    if sampling.penalties is not None:  # else the mask would be a launch for nothing
         later = sampling.after(chosen, step.offsets <= accepted[:, None])
     drafts = _draft(model, cache, inputs, streams, chosen, accepted, later, num_drafts)
     return packed(sampled, (accepted, drafts), logits, sampling.logprobs)

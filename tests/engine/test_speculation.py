@@ -51,7 +51,7 @@ def boundaries(quick: list[tuple[int, int]]) -> list:
 
 @pytest.mark.parametrize(
     "length, num_draft_tokens",
-    boundaries([(1, 5), (WINDOW, 2), (125, 5), (128, 2)]),
+    boundaries([(1, 5), (WINDOW, 2), (125, 5), (127, 1), (128, 2)]),
 )
 def test_accepted_and_rejected_drafts_change_no_token(
     seed: int, length: int, num_draft_tokens: int

@@ -44,7 +44,7 @@ def test_kinds_of_seams(is_head, expands, seed) -> None:
 def test_a_token_is_the_same_alone_and_in_any_batch(dim, seed) -> None:
     inputs = Inputs.make(Case(1000, dim), seed, "cuda")
     found = run_op(inputs)
-    for start, stop in ((0, 1), (999, 1000), (100, 102), (3, 20), (7, 71), (0, 257)):
+    for start, stop in ((0, 1), (999, 1000), (100, 102), (50, 53), (3, 20), (7, 71), (0, 257)):
         same(run_op(inputs.rows(start, stop)), found, slice(start, stop))
 
 

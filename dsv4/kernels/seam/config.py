@@ -25,7 +25,7 @@ COUNTER_WORDS = 8  # of a part, where the two are one
 MAX_JOINED_GROUPS = 32  # of columns for which that one is faster: Flash's
 SMEM_LIMIT = 226 * KIB  # of the buffers of an SM's CTAs; mbarriers take the rest
 PASS_SIZES = (1, 2, 4)
-MANY_PASS = 2  # tokens of a pass where one pass does not hold all
+MANY_PASS = 2  # tokens of a pass where one pass of each cluster does not hold all
 MAX_TOP_K = 31  # a warp looks at the experts of a token
 # Tokens up to which clusters take them, in one launch: in a layer, where a cluster waits for places
 # on 16 SMs at once, two launches of parts are faster from there on. Parts take one launch for so
@@ -202,9 +202,10 @@ def can_join(tiling: SeamTiling) -> bool:
 def choose_pass(tiling: SeamTiling, tokens: int, num_sms: int) -> tuple[int, int]:
     """Clusters of a launch and tokens of a pass.
 
-    By itself a launch is fastest with a cluster for each token. In a layer of Flash, where two CTAs
-    share an SM, each cluster more waits for places on 16 SMs at once: there one takes as many as a
-    pass holds. Measured on an H200: docs/design/seams.md.
+    By itself a launch is fastest with a cluster for each token, and Pro has one while all find a
+    place. In a layer of Flash, where two CTAs share an SM, each cluster more waits for places on 16
+    SMs at once: one takes all tokens that a pass holds, of more each takes two. Measured on an
+    H200: docs/design/seams.md.
     """
     sizes = tiling.pass_sizes
     places = num_sms // tiling.ranks
@@ -212,8 +213,6 @@ def choose_pass(tiling: SeamTiling, tokens: int, num_sms: int) -> tuple[int, int
         # One of an H200's groups of SMs has fewer than 16; an eighth cluster would come later.
         places -= 1
     clusters = max(1, places * tiling.ctas_per_sm)
-    if tiling.ctas_per_sm > 1:
-        size = min((n for n in sizes if n >= tokens), default=min(MANY_PASS, sizes[-1]))
-    else:
-        size = min((n for n in sizes if n * clusters >= tokens), default=sizes[-1])
+    together = 1 if tiling.ctas_per_sm > 1 else clusters
+    size = min((n for n in sizes if n * together >= tokens), default=min(MANY_PASS, sizes[-1]))
     return min(clusters, max(1, -(-tokens // size))), size
